@@ -35,6 +35,7 @@ compare-page: venv
 	$(BIN)/python benchmarks/comparison_page.py $(FOLDER)
 
 lint: venv
+	$(BIN)/ruff format --check src tests benchmarks examples docs
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports

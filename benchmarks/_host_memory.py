@@ -129,8 +129,11 @@ def of_host(settings: dict[str, Any], channel: Any) -> dict[str, float]:
         exchange({})
     leave()
     return {
-        "private": private, "shared": big.shared_bytes, "peak": highest[0] - before, "parameters": big.parameters,
-    }  # fmt: skip
+        "private": private,
+        "shared": big.shared_bytes,
+        "peak": highest[0] - before,
+        "parameters": big.parameters,
+    }
 
 
 def host_formula(name: str, ranks: int) -> float:

@@ -63,8 +63,21 @@ def two_hosts(*, bits_per_s: float | None = None) -> Iterator[tuple[Host, Host]]
         for host in hosts:
             _run("ip", "netns", "add", host.name)
         first, second = hosts
-        _run("ip", "link", "add", first.interface, "netns", first.name, "type", "veth",
-            "peer", "name", second.interface, "netns", second.name)  # fmt: skip
+        _run(
+            "ip",
+            "link",
+            "add",
+            first.interface,
+            "netns",
+            first.name,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            second.interface,
+            "netns",
+            second.name,
+        )
         for host in hosts:
             _run("ip", "-netns", host.name, "address", "add", f"{host.address}/24", "dev", host.interface)
             _run("ip", "-netns", host.name, "link", "set", host.interface, "up")
@@ -79,21 +92,47 @@ def two_hosts(*, bits_per_s: float | None = None) -> Iterator[tuple[Host, Host]]
 
 
 def torchrun(
-    hosts: Sequence[Host], words: Sequence[str], *, ranks_a_host: int, environment: dict[str, str], timeout_s: float,
+    hosts: Sequence[Host],
+    words: Sequence[str],
+    *,
+    ranks_a_host: int,
+    environment: dict[str, str],
+    timeout_s: float,
     errors: int | None = subprocess.PIPE,
-) -> list[subprocess.CompletedProcess[str]]:  # fmt: skip
+) -> list[subprocess.CompletedProcess[str]]:
     """Runs `torchrun ... -m words` on all hosts at once, to their ends. `errors=None` shows at once what they say."""
     token = secrets.token_hex(16)
     started = [
         subprocess.Popen(
-            ["ip", "netns", "exec", host.name, sys.executable, "-m", "torch.distributed.run",
-             "--nnodes", str(len(hosts)), "--nproc-per-node", str(ranks_a_host), "--node-rank", str(number),
-             "--master-addr", hosts[0].address, "--master-port", PORT, "-m", *words],
+            [
+                "ip",
+                "netns",
+                "exec",
+                host.name,
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nnodes",
+                str(len(hosts)),
+                "--nproc-per-node",
+                str(ranks_a_host),
+                "--node-rank",
+                str(number),
+                "--master-addr",
+                hosts[0].address,
+                "--master-port",
+                PORT,
+                "-m",
+                *words,
+            ],
             env={"SHOAL_TOKEN": token, **environment, "GLOO_SOCKET_IFNAME": host.interface},
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
         )
         for number, host in enumerate(hosts)
-    ]  # fmt: skip
+    ]
     try:
         ends = [process.communicate(timeout=timeout_s) for process in started]
     finally:

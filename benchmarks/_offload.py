@@ -34,10 +34,15 @@ def loss_of(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch
 def job(width: int, depth: int, batch: int) -> Job:
     x = torch.randn(2 * batch, width, generator=torch.Generator().manual_seed(3))
     return Job(
-        name="offload", model=lambda: nn.Sequential(*(Block(width) for _ in range(depth)), nn.Linear(width, 8)),
-        train=TensorData(x=x, y=x[:, :8].argmax(1)), loss=loss_of, global_batch=batch, steps=1000, clip=1.0,
+        name="offload",
+        model=lambda: nn.Sequential(*(Block(width) for _ in range(depth)), nn.Linear(width, 8)),
+        train=TensorData(x=x, y=x[:, :8].argmax(1)),
+        loss=loss_of,
+        global_batch=batch,
+        steps=1000,
+        clip=1.0,
         optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-4),
-    )  # fmt: skip
+    )
 
 
 def status(key: str) -> int:
@@ -76,10 +81,14 @@ def measure(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     engine.optimizer.settle()
     step_s, backward_s, update_s = (statistics.median(column) for column in zip(*rows[1:], strict=True))
     found = {
-        "peak_bytes": status("VmHWM") - before, "step_s": step_s, "backward_s": backward_s, "update_s": update_s,
-        "offload": owner.offloading.report(), "parameters": sum(bucket.buffer.numel for bucket in engine.buckets),
+        "peak_bytes": status("VmHWM") - before,
+        "step_s": step_s,
+        "backward_s": backward_s,
+        "update_s": update_s,
+        "offload": owner.offloading.report(),
+        "parameters": sum(bucket.buffer.numel for bucket in engine.buckets),
         "activation_bytes": engine.activations.most_bytes if engine.activations is not None else 0,
-    }  # fmt: skip
+    }
     leave()
     return found
 

@@ -78,9 +78,11 @@ def main() -> None:
     if unknown:
         sys.exit(f"--only {unknown[0]}: there is no such collective here; there are {', '.join(KINDS)}")
     times = run_ranks(
-        "comm:contest", {"rounds": asked.rounds, "backend": asked.backend, "kinds": kinds}, ranks=2,
+        "comm:contest",
+        {"rounds": asked.rounds, "backend": asked.backend, "kinds": kinds},
+        ranks=2,
         on_message=lambda rank, message: print(f"{message['size']} done", file=sys.stderr, flush=True),
-    )[0]  # fmt: skip
+    )[0]
     rows = []
     for kind in kinds:
         for size in SIZES:

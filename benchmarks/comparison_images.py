@@ -34,8 +34,10 @@ def vgg16() -> Work:
     numbers = WORKS["resnet50"].numbers * _between("vgg16") / _between("resnet50")
     return Work(
         flops=2 * sum(each.forward().work for each in products) / SAMPLES,
-        numbers=numbers, parameters=network.parameters, layers=len(network.layers),
-    )  # fmt: skip
+        numbers=numbers,
+        parameters=network.parameters,
+        layers=len(network.layers),
+    )
 
 
 def _between(name: str) -> float:
@@ -68,12 +70,22 @@ def step_s(place: str, devices: int, *, micro_batch: int = SAMPLES, again: bool 
     work, where = vgg16(), cluster(place, devices=max(devices, cluster(place).node))
     part, passes = where.device, 4 / 3 if again else 1.0
     given = {
-        "flops": passes * work.flops, "numbers": passes * work.numbers, "parameters": work.parameters,
-        "layers": passes * work.layers, "kind": KINDS.index(work.kind), "precision": PRECISIONS.index(PRECISION[place]),
-        "peak": part.peak(PRECISION[place]), "stream": part.memory_bytes_per_s, "gpus": devices, "node": where.node,
-        "intra": links * where.levels[0].bytes_per_s, "inter": links * where.levels[1].bytes_per_s,
-        "batch": micro_batch, "micro": SAMPLES // micro_batch, "habit": list(HABITS).index("pytorch"),
-    }  # fmt: skip
+        "flops": passes * work.flops,
+        "numbers": passes * work.numbers,
+        "parameters": work.parameters,
+        "layers": passes * work.layers,
+        "kind": KINDS.index(work.kind),
+        "precision": PRECISIONS.index(PRECISION[place]),
+        "peak": part.peak(PRECISION[place]),
+        "stream": part.memory_bytes_per_s,
+        "gpus": devices,
+        "node": where.node,
+        "intra": links * where.levels[0].bytes_per_s,
+        "inter": links * where.levels[1].bytes_per_s,
+        "batch": micro_batch,
+        "micro": SAMPLES // micro_batch,
+        "habit": list(HABITS).index("pytorch"),
+    }
     return float(step_times({name: np.array([value]) for name, value in given.items()})[0])
 
 

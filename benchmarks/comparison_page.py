@@ -19,10 +19,13 @@ from shoal.comparison.beside import beside_lines
 from shoal.comparison.report import environment_rows, protocol_words, subtitle_of, survey_lines
 
 PLOTS = {
-    "deciding": "The validation metric against training time", "throughput": "Samples a second",
-    "memory": "Peak memory of a rank", "split": "Where a step goes", "steps": "Step times",
+    "deciding": "The validation metric against training time",
+    "throughput": "Samples a second",
+    "memory": "Peak memory of a rank",
+    "split": "Where a step goes",
+    "steps": "Step times",
     "survey": "Beside the survey",
-}  # fmt: skip
+}
 WIDTH = 1100
 
 
@@ -62,11 +65,17 @@ def pictures(page: Path, jobs: int, folder: Path) -> dict[tuple[int, str], str]:
 def page_of(results: dict[str, Any], drawn: dict[tuple[int, str], str], *, command: str, source: str) -> str:
     """The Markdown."""
     lines = [
-        "# The comparison, measured", "",
-        "Strategies of Shoal and other frameworks under one protocol ([compare.md](compare.md)).", "",
-        f"{subtitle_of(results)}.", "", f"    {command}", "",
-        f"Written by `python benchmarks/comparison_page.py {source}`; every figure is that run's.", "",
-    ]  # fmt: skip
+        "# The comparison, measured",
+        "",
+        "Strategies of Shoal and other frameworks under one protocol ([compare.md](compare.md)).",
+        "",
+        f"{subtitle_of(results)}.",
+        "",
+        f"    {command}",
+        "",
+        f"Written by `python benchmarks/comparison_page.py {source}`; every figure is that run's.",
+        "",
+    ]
     for number, job in enumerate(results["jobs"]):
         lines += [f"## {job['name']}", ""]
         target = f"target {job['metric']} {job['target']:.4g}, " if job["target"] is not None else ""
@@ -86,14 +95,18 @@ def page_of(results: dict[str, Any], drawn: dict[tuple[int, str], str], *, comma
 def table(job: dict[str, Any]) -> list[str]:
     lines = [
         "| contestant | ranks | to target | epochs to target | step | samples/s | of peak | peak memory | "
-        f"{job['metric']} | verdict |", "|---|---|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+        f"{job['metric']} | verdict |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
     for row in job["rows"]:
         if row["step_s"] is None:
             lines.append(f"| `{row['name']}` | {row['ranks']} | | | | | | | | failed |")
             continue
-        to_target = "not reached" if row["time_to_target_s"] is None else (
-            f"{spread(row['time_to_target_s'], row['time_spread_s'])} s")  # fmt: skip
+        to_target = (
+            "not reached"
+            if row["time_to_target_s"] is None
+            else (f"{spread(row['time_to_target_s'], row['time_spread_s'])} s")
+        )
         epochs = "" if row["epochs_to_target"] is None else f"{row['epochs_to_target']:.2g}"
         final = "" if row["final"] is None else spread(row["final"], row["final_spread"], "{:.4g}")
         lines.append(
@@ -112,11 +125,15 @@ def spread(value: float, deviation: float, form: str = "{:.3g}") -> str:
 
 def notes(job: dict[str, Any]) -> list[str]:
     found = [
-        *(f"- `{row['name']}` on {row['ranks']}: {each['name']}: {each['text']}"
-          for row in job["rows"] for each in row["findings"] if each["kind"] != "departure"),
+        *(
+            f"- `{row['name']}` on {row['ranks']}: {each['name']}: {each['text']}"
+            for row in job["rows"]
+            for each in row["findings"]
+            if each["kind"] != "departure"
+        ),
         *(f"- `{row['name']}` on {row['ranks']} failed: {each}" for row in job["rows"] for each in row["failed"]),
         *(f"- `{each['name']}` on {each['ranks']} did not run: {each['why']}" for each in job["absent"]),
-    ]  # fmt: skip
+    ]
     return ["### Findings of the guard, and who did not run", "", *found, ""] if found else []
 
 

@@ -66,8 +66,11 @@ def inter_layer(devices: int) -> str:
 
 
 METHODS: dict[str, tuple[Callable[[int], str], int]] = {
-    "DDP": (ddp, 64), "ZeRO": (zero, 64), "intra-layer": (intra_layer, 16), "inter-layer": (inter_layer, 16),
-}  # fmt: skip
+    "DDP": (ddp, 64),
+    "ZeRO": (zero, 64),
+    "intra-layer": (intra_layer, 16),
+    "inter-layer": (inter_layer, 16),
+}
 """And the largest number of devices that 16 heads and 24 layers allow."""
 
 
@@ -90,7 +93,7 @@ def curves(place: str, precision: str = "fp16") -> dict[str, dict[int, Point]]:
             devices: point(of(devices) + rest, place=place, devices=devices) for devices in DEVICES if devices <= most
         }
         for name, (of, most) in METHODS.items()
-    }  # fmt: skip
+    }
 
 
 def single_gpipe(place: str, *, micro_batch: int, precision: str = "fp16") -> float:
@@ -131,37 +134,73 @@ def findings(precision: str = "fp16") -> list[tuple[str, str, str, bool]]:
         smaller = [here["ZeRO"][each].memory_gb / here["DDP"][each].memory_gb for each in several]
         flat = np.ptp([here["DDP"][each].memory_gb for each in DEVICES]) / here["DDP"][1].memory_gb
         found += [
-            (f"ZeRO's time against DDP's, 4 to 64 devices, {title}", "within 10 to 15%",
-             f"{min(slower) - 1:+.0%} to {max(slower) - 1:+.0%}", all(abs(each - 1) <= 0.15 for each in slower)),
-            (f"ZeRO's memory against DDP's, {title}", "42 to 66%, less with more devices",
-             f"{smaller[0]:.0%} (4) to {smaller[-1]:.0%} (64)",
-             0.35 <= smaller[-1] <= smaller[0] <= 0.72 and smaller == sorted(smaller, reverse=True)),
+            (
+                f"ZeRO's time against DDP's, 4 to 64 devices, {title}",
+                "within 10 to 15%",
+                f"{min(slower) - 1:+.0%} to {max(slower) - 1:+.0%}",
+                all(abs(each - 1) <= 0.15 for each in slower),
+            ),
+            (
+                f"ZeRO's memory against DDP's, {title}",
+                "42 to 66%, less with more devices",
+                f"{smaller[0]:.0%} (4) to {smaller[-1]:.0%} (64)",
+                0.35 <= smaller[-1] <= smaller[0] <= 0.72 and smaller == sorted(smaller, reverse=True),
+            ),
             (f"DDP's memory, {title}", "flat", f"changes by {flat:.1%}", bool(flat < 0.01)),
-        ]  # fmt: skip
+        ]
         memory = [each.memory_gb for each in here["intra-layer"].values()]
         bottom = int(np.argmin(memory))
-        found.append((f"intra-layer memory, {title}", "U-shaped", " / ".join(f"{each:.1f}" for each in memory) + " GB",
-                      0 < bottom < len(memory) - 1))  # fmt: skip
+        found.append(
+            (
+                f"intra-layer memory, {title}",
+                "U-shaped",
+                " / ".join(f"{each:.1f}" for each in memory) + " GB",
+                0 < bottom < len(memory) - 1,
+            )
+        )
         pipeline = [each.memory_gb for each in here["inter-layer"].values()]
         saved, last = here["DDP"][1].memory_gb / pipeline[2], pipeline[-2] / pipeline[-1]
         listed = " / ".join(f"{each:.1f}" for each in pipeline)
-        found.append((f"inter-layer memory, {title}", "saves more than 2x, then a plateau",
-                      f"{listed} GB: {saved:.1f}x at 4, {last:.1f}x from 8 to 16",
-                      saved > 2 and last < pipeline[0] / pipeline[1]))  # fmt: skip
+        found.append(
+            (
+                f"inter-layer memory, {title}",
+                "saves more than 2x, then a plateau",
+                f"{listed} GB: {saved:.1f}x at 4, {last:.1f}x from 8 to 16",
+                saved > 2 and last < pipeline[0] / pipeline[1],
+            )
+        )
         speed = [here["inter-layer"][1].step_s / each.step_s for each in here["inter-layer"].values()]
         listed = " / ".join(f"{each:.0%}" for each in speed)
-        found.append((f"inter-layer speed a device, {title}", "plateaus", f"{listed} of one device's",
-                      speed == sorted(speed, reverse=True)))  # fmt: skip
+        found.append(
+            (
+                f"inter-layer speed a device, {title}",
+                "plateaus",
+                f"{listed} of one device's",
+                speed == sorted(speed, reverse=True),
+            )
+        )
     sent = lassen["intra-layer"][16].messages
     found.append(
         ("intra-layer on 16 devices of Lassen (4 a node): messages in the step", "52.5%", f"{sent:.0%}", sent > 0.5)
     )
     crossing = [lassen["intra-layer"][each].epoch_s(each) for each in (4, 8, 16)]
-    found.append(("intra-layer across nodes, seconds an epoch on 4 / 8 / 16 devices of Lassen", "plateaus",
-                  " / ".join(f"{each:,.0f}" for each in crossing), crossing[2] > 0.7 * crossing[0]))  # fmt: skip
+    found.append(
+        (
+            "intra-layer across nodes, seconds an epoch on 4 / 8 / 16 devices of Lassen",
+            "plateaus",
+            " / ".join(f"{each:,.0f}" for each in crossing),
+            crossing[2] > 0.7 * crossing[0],
+        )
+    )
     slower = [single_gpipe("lassen", micro_batch=each, precision=precision) for each in (1, 2, 4, 8)]
-    found.append(("GPipe on one device against DDP on one (GPT2), Lassen, micro-batches of 1 / 2 / 4 / 8 samples",
-                  "5.2x slower", " / ".join(f"{each:.1f}x" for each in slower), min(slower) > 1))  # fmt: skip
+    found.append(
+        (
+            "GPipe on one device against DDP on one (GPT2), Lassen, micro-batches of 1 / 2 / 4 / 8 samples",
+            "5.2x slower",
+            " / ".join(f"{each:.1f}x" for each in slower),
+            min(slower) > 1,
+        )
+    )
     return found
 
 
@@ -169,9 +208,13 @@ def image_findings() -> list[tuple[str, str, str, bool]]:
     """The same of VGG-16."""
     slower = [images.single_gpipe("lassen", micro_batch=each) for each in (4, 16, 64)]
     return [
-        ("GPipe on one device against DDP on one (VGG-16), Lassen, micro-batches of 4 / 16 / 64 samples", "1.8x slower",
-         " / ".join(f"{each:.1f}x" for each in slower), min(slower) > 1),
-    ]  # fmt: skip
+        (
+            "GPipe on one device against DDP on one (VGG-16), Lassen, micro-batches of 4 / 16 / 64 samples",
+            "1.8x slower",
+            " / ".join(f"{each:.1f}x" for each in slower),
+            min(slower) > 1,
+        ),
+    ]
 
 
 def shares() -> list[tuple[str, Point]]:
@@ -307,12 +350,15 @@ def simulated() -> dict[str, dict[str, dict[str, dict[str, dict[str, float]]]]]:
     for place in ("lassen", "thetagpu"):
         found["gpt2"][place] = {
             name: {
-                str(devices): {"epoch_s": digits(each.epoch_s(devices)), "memory_bytes": digits(each.memory_gb * 1e9),
-                               "messages": digits(each.messages)}
+                str(devices): {
+                    "epoch_s": digits(each.epoch_s(devices)),
+                    "memory_bytes": digits(each.memory_gb * 1e9),
+                    "messages": digits(each.messages),
+                }
                 for devices, each in of.items()
             }
             for name, of in curves(place).items()
-        }  # fmt: skip
+        }
         ddp_s = {devices: images.replicated(place, devices) for devices in DEVICES}
         alone_s = digits(images.single_gpipe(place, micro_batch=4) * ddp_s[1].epoch_s(1))
         found["vgg16"][place] = {
@@ -321,7 +367,7 @@ def simulated() -> dict[str, dict[str, dict[str, dict[str, dict[str, float]]]]]:
                 for devices, each in ddp_s.items()
             },
             "inter-layer": {"1": {"epoch_s": alone_s}},
-        }  # fmt: skip
+        }
     return found
 
 

@@ -78,33 +78,58 @@ SCHEMES = (
     Scheme(family="bounded", name="n-softsync", settings=("dp(4, sync=softsync(2), via=ps(1))",)),
     Scheme(family="bounded", name="stale synchronous", settings=("dp(4, sync=ssp(3), via=ps(1))",)),
     Scheme(family="asynchronous", name="Downpour", settings=("dp(4, sync=asp(), via=ps(1))",)),
-    Scheme(family="asynchronous", name="staleness-aware rate",
-           settings=('dp(4, sync=asp(lr="staleness"), via=ps(1))',)),
-    Scheme(family="asynchronous", name="DC-ASGD",
-           settings=tuple(f"dp(4, sync=asp(compensate={c}), via=ps(1))" for c in (0.04, 0.5))),
+    Scheme(
+        family="asynchronous", name="staleness-aware rate", settings=('dp(4, sync=asp(lr="staleness"), via=ps(1))',)
+    ),
+    Scheme(
+        family="asynchronous",
+        name="DC-ASGD",
+        settings=tuple(f"dp(4, sync=asp(compensate={c}), via=ps(1))" for c in (0.04, 0.5)),
+    ),
     Scheme(family="averaging", name="local SGD", settings=("dp(4, sync=local(8))",)),
     Scheme(family="averaging", name="post-local SGD", settings=("dp(4, sync=local(8, start=64))",)),
     Scheme(family="averaging", name="DiLoCo", settings=_outer("dp(4, sync=diloco(8, OUTER))")),
-    Scheme(family="averaging", name="Streaming DiLoCo", follows="DiLoCo",
-           settings=_outer("dp(4, sync=diloco(8, OUTER, fragments=2, overlap=2, blend=0.5))")),
-    Scheme(family="averaging", name="eager DiLoCo", follows="DiLoCo",
-           settings=_outer("dp(4, sync=diloco(8, OUTER, eager=True))")),
-    Scheme(family="averaging", name="DiLoCo, quorum", follows="DiLoCo",
-           settings=_outer("dp(4, sync=diloco(8, OUTER, quorum=3))")),
-    Scheme(family="averaging", name="SparseLoCo",
-           settings=tuple(
-               f"dp(4, sync=diloco(8, lr={lr}, momentum=0.0), compress=chunktopk(0.03))" for lr in (0.7, 1.0)
-           )),
-    Scheme(family="averaging", name="BMUF",
-           settings=tuple(f"dp(4, sync=bmuf(8, momentum={m}))" for m in (0.25, 0.5, 0.75))),
-    Scheme(family="elastic", name="EASGD",
-           settings=tuple(f"dp(4, sync=elastic(4, {rho}))" for rho in (0.1, 0.2, 0.25))),
+    Scheme(
+        family="averaging",
+        name="Streaming DiLoCo",
+        follows="DiLoCo",
+        settings=_outer("dp(4, sync=diloco(8, OUTER, fragments=2, overlap=2, blend=0.5))"),
+    ),
+    Scheme(
+        family="averaging",
+        name="eager DiLoCo",
+        follows="DiLoCo",
+        settings=_outer("dp(4, sync=diloco(8, OUTER, eager=True))"),
+    ),
+    Scheme(
+        family="averaging",
+        name="DiLoCo, quorum",
+        follows="DiLoCo",
+        settings=_outer("dp(4, sync=diloco(8, OUTER, quorum=3))"),
+    ),
+    Scheme(
+        family="averaging",
+        name="SparseLoCo",
+        settings=tuple(f"dp(4, sync=diloco(8, lr={lr}, momentum=0.0), compress=chunktopk(0.03))" for lr in (0.7, 1.0)),
+    ),
+    Scheme(
+        family="averaging", name="BMUF", settings=tuple(f"dp(4, sync=bmuf(8, momentum={m}))" for m in (0.25, 0.5, 0.75))
+    ),
+    Scheme(
+        family="elastic", name="EASGD", settings=tuple(f"dp(4, sync=elastic(4, {rho}))" for rho in (0.1, 0.2, 0.25))
+    ),
     Scheme(family="gossip", name="D-PSGD, ring", settings=('dp(4, sync=gossip("ring"))',)),
     Scheme(family="gossip", name="push-sum, one peer", settings=('dp(4, sync=gossip("one-peer", "push-sum"))',)),
     Scheme(family="gossip", name="AD-PSGD, ring", settings=('dp(4, sync=gossip("ring", "async"))',)),
-    Scheme(family="gossip", name="NoLoCo", settings=tuple(
-        f'dp(4, sync=gossip("random", h=8, momentum={m}, lr={lr}))' for lr, m in ((1.0, 0.0), (0.7, 0.5), (1.0, 0.5)))),
-)  # fmt: skip
+    Scheme(
+        family="gossip",
+        name="NoLoCo",
+        settings=tuple(
+            f'dp(4, sync=gossip("random", h=8, momentum={m}, lr={lr}))'
+            for lr, m in ((1.0, 0.0), (0.7, 0.5), (1.0, 0.5))
+        ),
+    ),
+)
 
 
 def schedule(step: int) -> float:
@@ -124,9 +149,16 @@ def job_of(task: str, optimizer: str, lr: float, seed: int) -> Job:
         "Muon": {"optimizer": partial(MuonWithAdamW, lr=lr), "options": hidden},
     }[optimizer]
     return replace(
-        load_job(f"{task}:tiny"), name=f"{task}:tiny", schedule=schedule, steps=MOST_STEPS, evaluate_every=EVERY,
-        target=TARGETS[task], seed=seed, batch_norm="local", **changes,
-    )  # fmt: skip
+        load_job(f"{task}:tiny"),
+        name=f"{task}:tiny",
+        schedule=schedule,
+        steps=MOST_STEPS,
+        evaluate_every=EVERY,
+        target=TARGETS[task],
+        seed=seed,
+        batch_norm="local",
+        **changes,
+    )
 
 
 class Runs:
@@ -168,8 +200,15 @@ def _trained(job: Job, strategy: str) -> dict[str, Any]:
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            run = train_job(job, strategy, folder=Path(folder, "run"), gate=False, checkpoint_every=0,
-                            on_message=lambda message: None, hang_after_s=300.0)  # fmt: skip
+            run = train_job(
+                job,
+                strategy,
+                folder=Path(folder, "run"),
+                gate=False,
+                checkpoint_every=0,
+                on_message=lambda message: None,
+                hang_after_s=300.0,
+            )
         except CannotTrain as error:
             return {"refused": str(error)}
         except Exception as error:
@@ -178,10 +217,14 @@ def _trained(job: Job, strategy: str) -> dict[str, Any]:
             return {"steps": None, "diverged": True, "took_s": time.perf_counter() - begun}
     consistency = run.summary.get("consistency") or {}
     return {
-        "steps": run.steps_to_target, "time_to_target_s": run.time_to_target_s, "step_s": run.step_s,
-        "staleness": (consistency.get("staleness") or {}).get("mean"), "spread": consistency.get("widest_spread"),
-        "saved": consistency.get("saved_bytes"), "took_s": time.perf_counter() - begun,
-    }  # fmt: skip
+        "steps": run.steps_to_target,
+        "time_to_target_s": run.time_to_target_s,
+        "step_s": run.step_s,
+        "staleness": (consistency.get("staleness") or {}).get("mean"),
+        "spread": consistency.get("widest_spread"),
+        "saved": consistency.get("saved_bytes"),
+        "took_s": time.perf_counter() - begun,
+    }
 
 
 def cost(row: dict[str, Any]) -> float:
@@ -247,9 +290,17 @@ def cells(runs: Runs, tasks: list[str], seeds: int) -> Iterator[dict[str, Any]]:
             asked = [runs.known(task, optimizer, lr, setting, seed) for seed in range(seeds)]
             rows = [row for row in asked if row is not None]
             refused = next((row["refused"] for row in rows if "refused" in row), None)
-            yield {"family": scheme.family, "name": scheme.name, "strategy": setting, "task": task,
-                   "optimizer": optimizer, "lr": lr, "fraction": lr / best, "refused": refused,
-                   "rows": [] if refused else rows}  # fmt: skip
+            yield {
+                "family": scheme.family,
+                "name": scheme.name,
+                "strategy": setting,
+                "task": task,
+                "optimizer": optimizer,
+                "lr": lr,
+                "fraction": lr / best,
+                "refused": refused,
+                "rows": [] if refused else rows,
+            }
 
 
 def shown(cell: dict[str, Any]) -> str:
@@ -276,7 +327,7 @@ def table(found: list[dict[str, Any]], tasks: list[str]) -> str:
     lines = [
         "| technique | strategy | " + " | ".join(", ".join(column) for column in columns) + " | staleness | spread |",
         "|---" * (len(columns) + 4) + "|",
-    ]  # fmt: skip
+    ]
     for scheme in SCHEMES:
         mine = [cell for cell in found if cell["name"] == scheme.name]
         strategy = mine[0]["strategy"]
@@ -314,9 +365,12 @@ def main() -> None:
         make_runs(runs, tasks, given.seeds)
     found = list(cells(runs, tasks, given.seeds))
     rates = {(cell["task"], cell["optimizer"]): cell["lr"] for cell in found if cell["name"] == SCHEMES[0].name}
-    text = table(found, tasks) + "\n\nLearning rates: " + "; ".join(
-        f"{task}, {optimizer}: {lr:g}" for (task, optimizer), lr in rates.items()
-    ) + "."  # fmt: skip
+    text = (
+        table(found, tasks)
+        + "\n\nLearning rates: "
+        + "; ".join(f"{task}, {optimizer}: {lr:g}" for (task, optimizer), lr in rates.items())
+        + "."
+    )
     print(text)
     if given.page is not None:
         write_page(given.page, text)

@@ -56,9 +56,13 @@ def found_by_ranks(settings: dict[str, Any]) -> dict[str, Any]:
         order.write_text(json.dumps({**settings, "into": str(into)}))
         try:
             ended = torchrun(
-                hosts, ["peers.crossover", str(order)], ranks_a_host=1, environment=environment, timeout_s=LIMIT_S,
+                hosts,
+                ["peers.crossover", str(order)],
+                ranks_a_host=1,
+                environment=environment,
+                timeout_s=LIMIT_S,
                 errors=None,
-            )  # fmt: skip
+            )
         except subprocess.TimeoutExpired:
             sys.exit(f"the ranks were not done after {LIMIT_S:g} s")
         if any(each.returncode for each in ended):
@@ -153,8 +157,10 @@ def busy(found: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     """What is to be said of other programs."""
     notes = []
     if found["disturbed"] > DISTURBED:
-        notes.append(f"predictions are made from what was measured while other programs had {found['disturbed']:.0%} "
-                     "of the cores: measure again on an idle machine")  # fmt: skip
+        notes.append(
+            f"predictions are made from what was measured while other programs had {found['disturbed']:.0%} "
+            "of the cores: measure again on an idle machine"
+        )
     few = [row["name"] for row in rows if row["quiet_turns"] < FEW_TURNS]
     if few:
         notes.append(
@@ -183,9 +189,15 @@ def main() -> None:
     names = [part.strip() for part in re.split(r",(?![^(]*\))", asked.only)]
     texts = [str(parse(f"dp(2, compress={name})").dp_levels[0].compress) for name in names]
     found = found_by_ranks(
-        {"job": asked.job, "batch": asked.batch, "compressions": texts, "rounds": asked.rounds, "real": asked.real,
-         "seconds": asked.seconds}
-    )  # fmt: skip
+        {
+            "job": asked.job,
+            "batch": asked.batch,
+            "compressions": texts,
+            "rounds": asked.rounds,
+            "real": asked.real,
+            "seconds": asked.seconds,
+        }
+    )
     rows = [row_of(text, found) for text in texts]
     notes = busy(found, rows)
     if asked.json:

@@ -17,9 +17,14 @@ from importlib import import_module
 from typing import Any
 
 os.environ.update(
-    RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29655", DS_ACCELERATOR="cpu",
+    RANK="0",
+    WORLD_SIZE="1",
+    LOCAL_RANK="0",
+    MASTER_ADDR="127.0.0.1",
+    MASTER_PORT="29655",
+    DS_ACCELERATOR="cpu",
     OMP_NUM_THREADS="1",
-)  # fmt: skip
+)
 
 import torch
 from _offload import job
@@ -39,13 +44,18 @@ def main() -> None:
         zero["offload_optimizer"] = {"device": where, "nvme_path": tempfile.mkdtemp(dir="/var/tmp")}
     model = what.model()
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4),
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4),
         config={
-            "train_micro_batch_size_per_gpu": 64, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
-            "zero_optimization": zero, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+            "train_micro_batch_size_per_gpu": 64,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 1.0,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
             "torch_autocast": {"enabled": False},
         },
-    )  # fmt: skip
+    )
     times = []
     for _ in range(6):
         batch = what.train.batch(list(range(64)))  # type: ignore[arg-type]

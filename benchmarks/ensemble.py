@@ -28,20 +28,35 @@ def trained(task: str, *, members: int, steps: int, seed: int, folder: Path) -> 
     """What each kind of model reaches."""
     quiet: dict[str, Any] = {"gate": False, "on_message": lambda message: None, "stop_at_target": False}
     run = shoal.train(
-        task, f"ensemble({members}, distill=True)", folder=folder / "ensemble", steps=steps, seed=seed,
-        checkpoint_every=0, evaluate_every=0, **quiet,
-    )  # fmt: skip
+        task,
+        f"ensemble({members}, distill=True)",
+        folder=folder / "ensemble",
+        steps=steps,
+        seed=seed,
+        checkpoint_every=0,
+        evaluate_every=0,
+        **quiet,
+    )
     job = replace(load_job(task), schedule=Cyclic(steps=steps, cycles=members))
     once = shoal.train(
-        job, "serial", folder=folder / "snapshots", steps=steps, seed=seed, checkpoint_every=steps // members,
-        keep=members, evaluate_every=0, **quiet,
-    )  # fmt: skip
+        job,
+        "serial",
+        folder=folder / "snapshots",
+        steps=steps,
+        seed=seed,
+        checkpoint_every=steps // members,
+        keep=members,
+        evaluate_every=0,
+        **quiet,
+    )
     cycled = shoal.evaluate_together(sorted((once.folder / "checkpoints").glob("step-*"))[-members:], job=job)
     summary = run.summary
     return {
-        "mean member": summary["mean_alone"], "together": summary["together"], "student": summary["student"],
+        "mean member": summary["mean_alone"],
+        "together": summary["together"],
+        "student": summary["student"],
         "snapshots together": cycled.together,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -29,39 +29,71 @@ Prior = tuple[float, float]
 
 PRIORS: dict[str, Mapping[str, Prior]] = {
     "physics": {
-        "matmul": (0.95, 0.05), "quantised": (0.6, 0.4), "depth": (165, 0.4), "edge": (44, 0.4),
-        "fp8_gain": (1.85, 0.05), "cast_bytes": (3.0, 0.4),
-        "fp8_row_gain": (1.2, 0.2), "elementwise": (1.3, 0.2), "loss_bytes": (25, 0.25), "optimizer_bytes": (30, 0.2),
-        "flash_forward": (0.6, 0.15), "flash_backward": (0.29, 0.15), "scores_forward": (6, 0.25),
-        "scores_backward": (9, 0.25), "bus": (0.73, 0.12), "collective_s": (19e-6, 0.3),
-        "hop_ratio": (1.0, 0.5), "message_s": (0.26e-3, 0.5), "jitter": (0.008, 0.5), "fixed_s": (5e-3, 0.5),
-        "blend": (6, 0.3), "skew": (1.8, 0.1), "ramp": (1.2, 0.3),
+        "matmul": (0.95, 0.05),
+        "quantised": (0.6, 0.4),
+        "depth": (165, 0.4),
+        "edge": (44, 0.4),
+        "fp8_gain": (1.85, 0.05),
+        "cast_bytes": (3.0, 0.4),
+        "fp8_row_gain": (1.2, 0.2),
+        "elementwise": (1.3, 0.2),
+        "loss_bytes": (25, 0.25),
+        "optimizer_bytes": (30, 0.2),
+        "flash_forward": (0.6, 0.15),
+        "flash_backward": (0.29, 0.15),
+        "scores_forward": (6, 0.25),
+        "scores_backward": (9, 0.25),
+        "bus": (0.73, 0.12),
+        "collective_s": (19e-6, 0.3),
+        "hop_ratio": (1.0, 0.5),
+        "message_s": (0.26e-3, 0.5),
+        "jitter": (0.008, 0.5),
+        "fixed_s": (5e-3, 0.5),
+        "blend": (6, 0.3),
+        "skew": (1.8, 0.1),
+        "ramp": (1.2, 0.3),
     },
     "megatron": {
-        "flash_hopper": (0.58, 0.2), "tensor_hidden": (0.6, 0.2), "message_ratio": (0.3, 0.7),
+        "flash_hopper": (0.58, 0.2),
+        "tensor_hidden": (0.6, 0.2),
+        "message_ratio": (0.3, 0.7),
         "elementwise": (1.0, 0.2),
         "shard_hidden": (0.7, 0.2),
     },
     "megatron-2021": {"elementwise": (1.0, 0.2)},
     "megatron-deepspeed": {
-        "host_layer_s": (0.85e-3, 0.3), "host_tensor_s": (8e-6, 0.5), "host_pass_s": (0.9e-3, 0.5),
+        "host_layer_s": (0.85e-3, 0.3),
+        "host_tensor_s": (8e-6, 0.5),
+        "host_pass_s": (0.9e-3, 0.5),
         "elementwise": (1.0, 0.2),
     },
     "deepspeed-2021": {"elementwise": (1.0, 0.2), "unhidden": (0.7, 0.4)},
     "mosaic": {"elementwise": (1.0, 0.2), "contention": (0.27, 0.5)},
     "torchtitan": {
-        "elementwise": (1.4, 0.3), "flash_hopper": (0.58, 0.2), "contention": (0.27, 0.5), "selective_gemm": (0.5, 0.3),
+        "elementwise": (1.4, 0.3),
+        "flash_hopper": (0.58, 0.2),
+        "contention": (0.27, 0.5),
+        "selective_gemm": (0.5, 0.3),
         "selective_rest": (0.5, 0.3),
     },
     "nanotron": {
-        "host_layer_s": (1.5e-3, 0.5), "host_tensor_s": (8e-6, 0.7), "host_pass_s": (0.9e-3, 0.7),
+        "host_layer_s": (1.5e-3, 0.5),
+        "host_tensor_s": (8e-6, 0.7),
+        "host_pass_s": (0.9e-3, 0.7),
         "elementwise": (1.0, 0.3),
-        "flash_hopper": (0.58, 0.2), "hop_ratio": (5.0, 0.5), "hop_power": (0.3, 0.5), "data_hidden": (0.5, 0.5),
-        "data_exposed": (0.1, 0.7), "stall_tensor_s": (1.8e-3, 0.7), "stall_power": (1.12, 0.2),
-        "stall_message_s": (0.3, 0.5), "stall_reduce_s": (6e-12, 0.5), "buckets": (0.3, 0.7),
+        "flash_hopper": (0.58, 0.2),
+        "hop_ratio": (5.0, 0.5),
+        "hop_power": (0.3, 0.5),
+        "data_hidden": (0.5, 0.5),
+        "data_exposed": (0.1, 0.7),
+        "stall_tensor_s": (1.8e-3, 0.7),
+        "stall_power": (1.12, 0.2),
+        "stall_message_s": (0.3, 0.5),
+        "stall_reduce_s": (6e-12, 0.5),
+        "buckets": (0.3, 0.7),
         "overfull": (3.0, 0.5),
     },
-}  # fmt: skip
+}
 """Constants to fit, by owner."""
 SCALE = 0.05
 """Residuals well above this count linearly."""
@@ -81,8 +113,14 @@ class Data:
     source: np.ndarray
 
     def some(self, chosen: np.ndarray) -> Data:
-        return Data(inputs=self.inputs.rows(chosen), profiles=self.profiles, index=self.index[chosen],
-                    variants=self.variants, measured=self.measured[chosen], source=self.source[chosen])  # fmt: skip
+        return Data(
+            inputs=self.inputs.rows(chosen),
+            profiles=self.profiles,
+            index=self.index[chosen],
+            variants=self.variants,
+            measured=self.measured[chosen],
+            source=self.source[chosen],
+        )
 
 
 def load(path: str) -> Data:
@@ -91,10 +129,13 @@ def load(path: str) -> Data:
     read = read_rows(rows)
     kept = [rows[i] for i in read.priced]
     return Data(
-        inputs=read.inputs, profiles=tuple(profile.name for profile in read.profiles), index=read.profile_index,
-        variants=read.profiles, measured=np.array([float(row["step_s"]) for row in kept]),
+        inputs=read.inputs,
+        profiles=tuple(profile.name for profile in read.profiles),
+        index=read.profile_index,
+        variants=read.profiles,
+        measured=np.array([float(row["step_s"]) for row in kept]),
         source=np.array([row["source"] for row in kept]),
-    )  # fmt: skip
+    )
 
 
 Names = tuple[tuple[str, str, float, float], ...]
@@ -147,14 +188,18 @@ def table(data: Data, guess: np.ndarray) -> str:
     for source in (*sorted(set(data.source)), "all"):
         chosen = data.source == source if source != "all" else np.ones(len(data.source), bool)
         off = guess[chosen] / data.measured[chosen] - 1
-        lines.append(f"  {source:18} n {chosen.sum():5}  median {100 * np.median(abs(off)):5.1f}  "
-                     f"mape {100 * np.mean(abs(off)):5.1f}  bias {100 * np.mean(off):6.1f}")  # fmt: skip
+        lines.append(
+            f"  {source:18} n {chosen.sum():5}  median {100 * np.median(abs(off)):5.1f}  "
+            f"mape {100 * np.mean(abs(off)):5.1f}  bias {100 * np.mean(off):6.1f}"
+        )
     return "\n".join(lines)
 
 
 def show(names: Names, logs: np.ndarray) -> str:
-    return "\n".join(f"  {owner:20} {field:20} {value:.4g} -> {value * np.exp(log):.4g}"
-                     for (owner, field, value, _), log in zip(names, logs, strict=True))  # fmt: skip
+    return "\n".join(
+        f"  {owner:20} {field:20} {value:.4g} -> {value * np.exp(log):.4g}"
+        for (owner, field, value, _), log in zip(names, logs, strict=True)
+    )
 
 
 def left_out(data: Data, names: Names) -> tuple[np.ndarray, Physics]:
@@ -167,9 +212,11 @@ def left_out(data: Data, names: Names) -> tuple[np.ndarray, Physics]:
         inside = data.source != source
         logs = fit(data.some(inside), names)
         if source == "nanotron":
-            values = {field: float(value * np.exp(log))
-                      for (owner, field, value, _),
-                      log in zip(names, logs, strict=True) if owner == "physics"}  # fmt: skip
+            values = {
+                field: float(value * np.exp(log))
+                for (owner, field, value, _), log in zip(names, logs, strict=True)
+                if owner == "physics"
+            }
             blind = replace(PHYSICS, **values)
             guess[~inside] = price(data.some(~inside).inputs, UNKNOWN, physics=blind).step_s
         else:
@@ -184,8 +231,10 @@ def devices_left_out(data: Data, names: Names) -> str:
         outside = (data.source == "nanotron") & (data.inputs.devices == devices)
         guess = predicted(data.some(outside), names, fit(data.some(~outside), names))
         off = abs(guess / data.measured[outside] - 1)
-        lines.append(f"  {devices:5.0f} devices: n {outside.sum():4}  median {100 * np.median(off):5.1f}  "
-                     f"mape {100 * np.mean(off):5.1f}")  # fmt: skip
+        lines.append(
+            f"  {devices:5.0f} devices: n {outside.sum():4}  median {100 * np.median(off):5.1f}  "
+            f"mape {100 * np.mean(off):5.1f}"
+        )
     return "\n".join(lines)
 
 
@@ -208,10 +257,15 @@ def learned(rows: list[dict[str, str]], physics: Physics, draws: int = 5) -> str
 
 
 MEMORY = {
-    "gradient_held_bytes": (5.6, 0.15), "state_bytes": (13.0, 0.15), "norm_bytes": (7.0, 0.3),
+    "gradient_held_bytes": (5.6, 0.15),
+    "state_bytes": (13.0, 0.15),
+    "norm_bytes": (7.0, 0.3),
     "attention_bytes": (4.0, 0.3),
-    "ffn_bytes": (2.1, 0.3), "regathered_bytes": (3.4, 0.3), "logit_bytes": (8.0, 0.3), "buffer_bytes": (0.32e9, 0.5),
-}  # fmt: skip
+    "ffn_bytes": (2.1, 0.3),
+    "regathered_bytes": (3.4, 0.3),
+    "logit_bytes": (8.0, 0.3),
+    "buffer_bytes": (0.32e9, 0.5),
+}
 
 
 def memory_left_out(rows: list[dict[str, str]]) -> str:
@@ -222,9 +276,10 @@ def memory_left_out(rows: list[dict[str, str]]) -> str:
     widths = np.array([width for _, width in MEMORY.values()])
 
     def guess(logs: np.ndarray, some: np.ndarray) -> np.ndarray:
-        profile = replace(PROFILES["nanotron"], **{
-            field: value * np.exp(log) for (field, (value, _)), log in zip(MEMORY.items(), logs, strict=True)
-        })  # fmt: skip
+        profile = replace(
+            PROFILES["nanotron"],
+            **{field: value * np.exp(log) for (field, (value, _)), log in zip(MEMORY.items(), logs, strict=True)},
+        )
         here = inputs.rows(some)
         return memory(here, profile, held=stages(here, profile)).total_bytes
 
@@ -238,8 +293,13 @@ def memory_left_out(rows: list[dict[str, str]]) -> str:
         logs = least_squares(residuals, np.zeros(len(MEMORY)), diff_step=1e-3, args=(inside,)).x
         off[outside] = guess(logs, outside) / real[outside] - 1
         lines.append(f"  without {model:22} median {100 * np.median(abs(off[outside])):5.1f}")
-    return "\n".join([*lines, f"  all {len(rows)} rows: median {100 * np.median(abs(off)):.1f}, "
-                              f"mape {100 * np.mean(abs(off)):.1f}, bias {100 * np.mean(off):.1f}"])  # fmt: skip
+    return "\n".join(
+        [
+            *lines,
+            f"  all {len(rows)} rows: median {100 * np.median(abs(off)):.1f}, "
+            f"mape {100 * np.mean(abs(off)):.1f}, bias {100 * np.mean(off):.1f}",
+        ]
+    )
 
 
 def main() -> None:

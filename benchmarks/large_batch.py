@@ -58,9 +58,15 @@ class Student(nn.Sequential):
 
 def job_of(train: TensorData, held: TensorData) -> Job:
     return Job(
-        name="sweep", model=Student, train=train, validation=held, loss=cross_entropy, global_batch=BASE_BATCH,
-        optimizer=lambda groups: torch.optim.SGD(groups, lr=BASE_RATE), steps=10**6,
-    )  # fmt: skip
+        name="sweep",
+        model=Student,
+        train=train,
+        validation=held,
+        loss=cross_entropy,
+        global_batch=BASE_BATCH,
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=BASE_RATE),
+        steps=10**6,
+    )
 
 
 def steps_to_target(job: Job) -> tuple[float, float | None]:

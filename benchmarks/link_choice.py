@@ -80,8 +80,9 @@ def step_s(asked: Any, text: str, link: str) -> float:
         (level,) = strategy.dp_levels
         text = str(Strategy(level.replace(sync=level.sync.replace(h=short))))
     emulate = f"2x1, 10us, 20GB/s | 50us, {rate(link) * 8e-6:g}Mb/s"
-    _, seconds = trained(asked, text, emulate=emulate, steps=OPENING * short + STEPS, evaluate_every=0,
-                         stop_at_target=False)  # fmt: skip
+    _, seconds = trained(
+        asked, text, emulate=emulate, steps=OPENING * short + STEPS, evaluate_every=0, stop_at_target=False
+    )
     exchanging = [each for at, each in enumerate(seconds, 1) if at > OPENING * short and at % short == 0]
     others = [each for at, each in enumerate(seconds, 1) if at > OPENING * short and at % short]
     if not others:
@@ -112,11 +113,17 @@ def main() -> None:
         to_target = {name: steps[name] * statistics.median(times[name]) for name in names if steps[name]}  # type: ignore[operator]
         predicted = {row["strategy"]: row for row in plans[link]}
         for name in names:
-            rows.append({
-                "name": name, "link": link, "steps": steps[name], "step_s": statistics.median(times[name]),
-                "predicted_step_s": predicted[name]["step_s"], "assumed_steps": predicted[name]["slowdown"],
-                "to_target_s": to_target.get(name),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "name": name,
+                    "link": link,
+                    "steps": steps[name],
+                    "step_s": statistics.median(times[name]),
+                    "predicted_step_s": predicted[name]["step_s"],
+                    "assumed_steps": predicted[name]["slowdown"],
+                    "to_target_s": to_target.get(name),
+                }
+            )
         if not to_target:
             sys.exit(f"no contestant reached the target of {asked.job}; give a job that has one")
         first = next(row["strategy"] for row in plans[link] if row["strategy"] in names)

@@ -32,8 +32,12 @@ from shoal.estimate.outer_calls import period
 from shoal.strategy import Strategy, parse
 
 NAMES = (
-    "dp(2)", "dp(2, zero=3)", "dp(2, compress=powersgd(4))", "dp(2, compress=ternary())", "dp(2, sync=diloco(32))",
-)  # fmt: skip
+    "dp(2)",
+    "dp(2, zero=3)",
+    "dp(2, compress=powersgd(4))",
+    "dp(2, compress=ternary())",
+    "dp(2, sync=diloco(32))",
+)
 GOAL = 1.15
 SHORT = (2, 4)
 """Periods at which islands are timed."""
@@ -120,10 +124,17 @@ def main() -> None:
     first = parts.get("planned", lambda: planned(rates, asked.batch)) or {}
     names = list(dict.fromkeys([*NAMES, *first.values()]))
     settings = {
-        "size": asked.size, "global_batch": asked.batch, "steps": asked.steps, "target": asked.target,
-        "evaluate_every": 10, "seconds": 300.0, "rounds": asked.rounds, "opening": OPENING, "steps_a_round": 8,
+        "size": asked.size,
+        "global_batch": asked.batch,
+        "steps": asked.steps,
+        "target": asked.target,
+        "evaluate_every": 10,
+        "seconds": 300.0,
+        "rounds": asked.rounds,
+        "opening": OPENING,
+        "steps_a_round": 8,
         "ddp_backend": "gloo",
-    }  # fmt: skip
+    }
 
     def hosts(rate: float | None, **more: Any) -> dict[str, Any]:
         return on_two_hosts({**settings, **more}, rate, emulated=emulated, limit_s=LIMIT_S)
@@ -133,8 +144,9 @@ def main() -> None:
             (name, seed): parts.get(
                 f"train-{slug(name)}-s{seed}", lambda n=name, s=seed: hosts(None, do="train", names=[n], seed=s)[n]
             )
-            for seed in range(asked.seeds) for name in names
-        }  # fmt: skip
+            for seed in range(asked.seeds)
+            for name in names
+        }
         timed: dict[str, Any] = {}
         for rate in rates:
             every = list(dict.fromkeys(each for name in names for each in timed_as(name)))
@@ -151,7 +163,11 @@ def main() -> None:
 
 
 def table(
-    names: list[str], rates: list[str], seeds: int, trained: dict[Any, Any], timed: dict[str, Any],
+    names: list[str],
+    rates: list[str],
+    seeds: int,
+    trained: dict[Any, Any],
+    timed: dict[str, Any],
     first: dict[str, str],
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """A row for each contestant and rate; what it shows."""
@@ -165,11 +181,17 @@ def table(
             seconds = step_s(name, times)
             if len(reached) == len(runs):
                 to_target[name] = statistics.fmean(reached) * seconds
-            rows.append({
-                "name": name, "link": rate, "steps": statistics.fmean(reached) if reached else None,
-                "spread": statistics.stdev(reached) if len(reached) > 1 else None, "step_s": seconds,
-                "to_target_s": to_target.get(name), "reached": f"{len(reached)} of {seeds}",
-            })  # fmt: skip
+            rows.append(
+                {
+                    "name": name,
+                    "link": rate,
+                    "steps": statistics.fmean(reached) if reached else None,
+                    "spread": statistics.stdev(reached) if len(reached) > 1 else None,
+                    "step_s": seconds,
+                    "to_target_s": to_target.get(name),
+                    "reached": f"{len(reached)} of {seeds}",
+                }
+            )
         if not to_target:
             sys.exit("no contestant reached the target; give another --target or more --steps")
         best = min(to_target, key=lambda name: to_target[name])
@@ -177,8 +199,10 @@ def table(
         if rate in first:
             regret = to_target.get(first[rate], float("inf")) / to_target[best]
             verdict = "as" if regret <= GOAL else "not as"
-            notes.append(f"{rate}: the plan's first choice {first[rate]} takes {regret:.2f} times the best, {best}, "
-                         f"{verdict} wanted ({GOAL})")  # fmt: skip
+            notes.append(
+                f"{rate}: the plan's first choice {first[rate]} takes {regret:.2f} times the best, {best}, "
+                f"{verdict} wanted ({GOAL})"
+            )
         else:
             notes.append(f"{rate}: the best is {best}; no plan, since this machine is not calibrated")
     notes.append(f"the winner {'differs' if len(set(winners)) > 1 else 'does not differ'} between the links")

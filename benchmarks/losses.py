@@ -41,10 +41,18 @@ def cost(strategy: str, *, steps: int) -> dict[str, Any]:
     """What one loss cost, and the return."""
     with tempfile.TemporaryDirectory() as folder:
         run = train_job(
-            "language:tiny", strategy, folder=Path(folder, "run"), steps=steps, straggler="all: 20 ms", gate=False,
-            fail=f"rank 2 at step {KILLED}", rejoin=True, evaluate_every=8, checkpoint_every=8,
+            "language:tiny",
+            strategy,
+            folder=Path(folder, "run"),
+            steps=steps,
+            straggler="all: 20 ms",
+            gate=False,
+            fail=f"rank 2 at step {KILLED}",
+            rejoin=True,
+            evaluate_every=8,
+            checkpoint_every=8,
             on_message=lambda message: None,
-        )  # fmt: skip
+        )
     rows = run.steps
     usual = statistics.median(row["step_s"] for row in rows[1:])
     around = [row["step_s"] for row in rows if KILLED - 4 <= row["step"] <= KILLED + 8]
@@ -52,12 +60,17 @@ def cost(strategy: str, *, steps: int) -> dict[str, Any]:
     lost = next((row for row in recovery if "lost" in row), {})
     came = next((row for row in recovery if "came" in row), {})
     return {
-        "name": strategy, "usual_ms": 1000 * usual, "cost_steps": (max(around) - usual) / usual,
-        "detection_ms": 1000 * lost.get("detection_s", 0.0), "agreement_ms": 1000 * lost.get("agreement_s", 0.0),
-        "lost_samples": lost.get("lost_samples"), "pause_ms": 1000 * came.get("pause_s", 0.0),
-        "warmup_ms": 1000 * came.get("warmup_s", 0.0), "copying_ms": 1000 * came.get("copying_s", 0.0),
+        "name": strategy,
+        "usual_ms": 1000 * usual,
+        "cost_steps": (max(around) - usual) / usual,
+        "detection_ms": 1000 * lost.get("detection_s", 0.0),
+        "agreement_ms": 1000 * lost.get("agreement_s", 0.0),
+        "lost_samples": lost.get("lost_samples"),
+        "pause_ms": 1000 * came.get("pause_s", 0.0),
+        "warmup_ms": 1000 * came.get("warmup_s", 0.0),
+        "copying_ms": 1000 * came.get("copying_s", 0.0),
         "status": run.status,
-    }  # fmt: skip
+    }
 
 
 def extend(parser: argparse.ArgumentParser) -> None:
@@ -72,10 +85,12 @@ def main() -> None:
     rows = []
     for strategy in wanted:
         rounds = [cost(strategy, steps=asked.steps) for _ in range(asked.rounds)]
-        rows.append({
-            name: statistics.median(each[name] for each in rounds) if isinstance(value, float) else value
-            for name, value in rounds[0].items()
-        })  # fmt: skip
+        rows.append(
+            {
+                name: statistics.median(each[name] for each in rounds) if isinstance(value, float) else value
+                for name, value in rounds[0].items()
+            }
+        )
         print(rows[-1], file=sys.stderr, flush=True)
     report(rows, title="One of four replicas is killed, and comes back", as_json=asked.json)
 

@@ -71,10 +71,14 @@ def job_of(world: int, width: int, blocks: int) -> Any:
 
     config = GPTConfig(sequence=SEQUENCE, layers=blocks, hidden=width, heads=HEADS)
     return Job(
-        name="memory", train=TextData(bytes(range(256)) * 64, sequence=SEQUENCE), loss=cross_entropy,
-        model=lambda: GPT(config), optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-4),
-        global_batch=world, steps=4,
-    )  # fmt: skip
+        name="memory",
+        train=TextData(bytes(range(256)) * 64, sequence=SEQUENCE),
+        loss=cross_entropy,
+        model=lambda: GPT(config),
+        optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-4),
+        global_batch=world,
+        steps=4,
+    )
 
 
 def peak(settings: dict[str, Any], channel: Any) -> dict[str, float]:

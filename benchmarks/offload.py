@@ -32,9 +32,10 @@ def main() -> None:
     print(f"disk: {speed['read'] / MB:,.0f} MB/s read, {speed['write'] / MB:,.0f} MB/s written\n")
     plain = run_ranks("_offload:measure", {**common, "strategy": "serial"}, ranks=1)[0]
     phases = StepPhases(
-        forward_s=plain["step_s"] - plain["backward_s"] - plain["update_s"], backward_s=plain["backward_s"],
+        forward_s=plain["step_s"] - plain["backward_s"] - plain["update_s"],
+        backward_s=plain["backward_s"],
         update_s=plain["update_s"],
-    )  # fmt: skip
+    )
     print("| offloaded | MB below | in use | peak MB | falls by | of below less in use | step ms | estimated |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     print(f"| nothing | | | {plain['peak_bytes'] / MB:.0f} | | | {1e3 * plain['step_s']:.0f} | |", flush=True)
@@ -45,10 +46,13 @@ def main() -> None:
         held = {what: rows[what]["held_bytes"] for what in rows}
         used = sum(row["in_use_bytes"] for row in rows.values())
         estimate = offload_estimate(
-            phases, state_bytes=held.get("optimizer", 0), parameter_bytes=held.get("parameters", 0),
-            activation_bytes=found["activation_bytes"], read_bytes_per_s=speed["read"],
+            phases,
+            state_bytes=held.get("optimizer", 0),
+            parameter_bytes=held.get("parameters", 0),
+            activation_bytes=found["activation_bytes"],
+            read_bytes_per_s=speed["read"],
             write_bytes_per_s=speed["write"],
-        )  # fmt: skip
+        )
         falls, freed = plain["peak_bytes"] - found["peak_bytes"], sum(held.values()) - used
         print(
             f"| {kinds.replace(' ', ' and ')} | {sum(held.values()) / MB:.0f} | {used / MB:.0f} "

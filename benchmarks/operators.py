@@ -49,10 +49,17 @@ def error(conv: nn.Conv2d, shape: tuple[int, ...], method: str) -> float:
 
 def expected(conv: nn.Conv2d, shape: tuple[int, ...]) -> tuple[str, str]:
     operator = Convolution(
-        samples=shape[0], in_channels=conv.in_channels, out_channels=conv.out_channels, image=shape[2:],
-        kernel=conv.kernel_size, stride=conv.stride, padding=conv.padding, dilation=conv.dilation, groups=conv.groups,
+        samples=shape[0],
+        in_channels=conv.in_channels,
+        out_channels=conv.out_channels,
+        image=shape[2:],
+        kernel=conv.kernel_size,
+        stride=conv.stride,
+        padding=conv.padding,
+        dilation=conv.dilation,
+        groups=conv.groups,
         bias=False,
-    )  # fmt: skip
+    )
     return best_by_work(operator), best_by_depth(operator)
 
 
@@ -66,13 +73,22 @@ def main() -> None:
         for each in found:
             errors[each] = max(errors[each], error(conv, shape, each))
         work, depth = expected(conv, shape)
-        rows.append({
-            "name": name, "library_ms": round(1000 * found["library"], 2), **own,
-            "fastest_of_the_four": min(own, key=lambda each: own[each]), "least_work": work, "least_depth": depth,
-        })  # fmt: skip
-    report(rows, title="time as a multiple of the library's", as_json=given.json, notes=[
-        f"largest error in float32, {each}: {found:.1e}" for each, found in errors.items()
-    ])  # fmt: skip
+        rows.append(
+            {
+                "name": name,
+                "library_ms": round(1000 * found["library"], 2),
+                **own,
+                "fastest_of_the_four": min(own, key=lambda each: own[each]),
+                "least_work": work,
+                "least_depth": depth,
+            }
+        )
+    report(
+        rows,
+        title="time as a multiple of the library's",
+        as_json=given.json,
+        notes=[f"largest error in float32, {each}: {found:.1e}" for each, found in errors.items()],
+    )
 
 
 if __name__ == "__main__":

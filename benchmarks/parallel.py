@@ -172,8 +172,11 @@ def main() -> None:
     written = {}
     for case in cases:
         settings = {
-            "case": case, "size": "tiny" if asked.quick else "small", "rounds": asked.rounds, "steps": asked.steps
-        }  # fmt: skip
+            "case": case,
+            "size": "tiny" if asked.quick else "small",
+            "rounds": asked.rounds,
+            "steps": asked.steps,
+        }
         target = "parallel:measure_bubble" if case == "bubble" else "parallel:contest"
         found = run_ranks(target, settings, ranks=2, on_message=told)[0]
         print(file=sys.stderr)

@@ -82,13 +82,16 @@ def main() -> None:
     rows = []
     for size in SIZES:
         base = SIZES[0]
-        rows.append({
-            "name": f"{size >> 10} KB", "micro-batch_ms": median_ms(1, size, True, 0),
-            "longer_ms": median_ms(1, size, True, 0) - median_ms(1, base, True, 0),
-            "message alone_ms": median_ms(1, size, False, 0),
-            "sender's processor, more_ms": median_ms(0, size, True, 1) - median_ms(0, base, True, 1),
-            "receiver's processor, more_ms": median_ms(1, size, True, 1) - median_ms(1, base, True, 1),
-        })  # fmt: skip
+        rows.append(
+            {
+                "name": f"{size >> 10} KB",
+                "micro-batch_ms": median_ms(1, size, True, 0),
+                "longer_ms": median_ms(1, size, True, 0) - median_ms(1, base, True, 0),
+                "message alone_ms": median_ms(1, size, False, 0),
+                "sender's processor, more_ms": median_ms(0, size, True, 1) - median_ms(0, base, True, 1),
+                "receiver's processor, more_ms": median_ms(1, size, True, 1) - median_ms(1, base, True, 1),
+            }
+        )
     report(rows, title=f"{MICRO} micro-batches through two stages, {asked.rounds} rounds", as_json=asked.json)
 
 

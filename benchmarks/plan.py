@@ -55,9 +55,12 @@ def cold(*, rounds: int) -> tuple[float, float, bool]:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         wall_s = time.perf_counter()
         done = subprocess.run(
-            [sys.executable, "-c", TELLING, *COLD], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
-            text=True, check=True,
-        )  # fmt: skip
+            [sys.executable, "-c", TELLING, *COLD],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         wall_s = time.perf_counter() - wall_s
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -78,11 +81,23 @@ def main() -> None:
     wall_s, cpu_s, priced = best(
         lambda: price_candidates(legal, shape=shape, cluster=question.cluster, everything=True), rounds=given.rounds
     )
-    enter("gpt:175b, 4,096 A100: time and memory of every row, fitting or not", wall_s, cpu_s, limit_s=None,
-          strategies=len(priced), a_second=round(len(priced) / wall_s))  # fmt: skip
+    enter(
+        "gpt:175b, 4,096 A100: time and memory of every row, fitting or not",
+        wall_s,
+        cpu_s,
+        limit_s=None,
+        strategies=len(priced),
+        a_second=round(len(priced) / wall_s),
+    )
     wall_s, cpu_s, priced = best(lambda: price_all(question), rounds=given.rounds)
-    enter("gpt:175b, 4,096 A100: all legal, enumerated and priced (time of those that fit)", wall_s, cpu_s, limit_s=2.0,
-          strategies=len(priced), a_second=round(len(priced) / wall_s))  # fmt: skip
+    enter(
+        "gpt:175b, 4,096 A100: all legal, enumerated and priced (time of those that fit)",
+        wall_s,
+        cpu_s,
+        limit_s=2.0,
+        strategies=len(priced),
+        a_second=round(len(priced) / wall_s),
+    )
     wall_s, cpu_s, plan = best(lambda: make_plan(question), rounds=given.rounds)
     enter("the same, ranked", wall_s, cpu_s, limit_s=2.0, strategies=len(plan.priced))
 
@@ -102,7 +117,9 @@ def main() -> None:
     for row in rows:
         row["met"] = "" if row["limit_s"] is None else "yes" if row["wall_s"] <= row["limit_s"] else "no"
     report(
-        rows, title="Plans and simulations", as_json=given.json,
+        rows,
+        title="Plans and simulations",
+        as_json=given.json,
         notes=[f"the quickest of {given.rounds} rounds; one thread"],
     )
 

@@ -21,20 +21,52 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _report import arguments, report
 
 LANGUAGE = (
-    "dp(2)", "dp(2, via=shared())", "dp(2, zero=1)", "dp(2, zero=2)", "dp(2, zero=3)", "dp(2) * accumulate(4)",
-    "dp(2) * accumulate(12)", "dp(2, zero=3) * accumulate(4)", 'dp(2) * recompute("full")', "tp(2)",
-    "tp(2, sequence=True)", "tp(2) * accumulate(6)", "cp(2)", 'cp(2, "ulysses")', 'pp(2, "gpipe", micro=2)',
-    'pp(2, "1f1b", micro=4)', 'pp(2, "1f1b", micro=12)', 'pp(2, "zero-bubble", micro=6)',
-    'pp(2, "interleaved", micro=4, chunks=2)', "dp(2, compress=ternary())", "dp(2, compress=topk(0.01))",
+    "dp(2)",
+    "dp(2, via=shared())",
+    "dp(2, zero=1)",
+    "dp(2, zero=2)",
+    "dp(2, zero=3)",
+    "dp(2) * accumulate(4)",
+    "dp(2) * accumulate(12)",
+    "dp(2, zero=3) * accumulate(4)",
+    'dp(2) * recompute("full")',
+    "tp(2)",
+    "tp(2, sequence=True)",
+    "tp(2) * accumulate(6)",
+    "cp(2)",
+    'cp(2, "ulysses")',
+    'pp(2, "gpipe", micro=2)',
+    'pp(2, "1f1b", micro=4)',
+    'pp(2, "1f1b", micro=12)',
+    'pp(2, "zero-bubble", micro=6)',
+    'pp(2, "interleaved", micro=4, chunks=2)',
+    "dp(2, compress=ternary())",
+    "dp(2, compress=topk(0.01))",
     'pp(2, "1f1b", micro=8) * recompute("full")',
-)  # fmt: skip
+)
 IMAGE = (
-    "dp(2)", "dp(2, via=shared())", "dp(2, zero=1)", "dp(2, zero=2)", "dp(2, zero=3)", "dp(2) * accumulate(2)",
-    "dp(2) * accumulate(4)", "dp(2) * accumulate(8)", "dp(2, zero=2) * accumulate(4)", "dp(2, zero=3) * accumulate(4)",
-    'dp(2) * recompute("full")', 'dp(2, zero=3) * recompute("full")', "dp(2, compress=ternary())",
-    "dp(2, compress=qsgd(4))", "dp(2, compress=powersgd(4))", 'pp(2, "gpipe", micro=1)', 'pp(2, "1f1b", micro=2)',
-    'pp(2, "1f1b", micro=4)', 'pp(2, "gpipe", micro=8)', 'pp(2, "zero-bubble", micro=4)', 'pp(2, "1f1b", micro=16)',
-)  # fmt: skip
+    "dp(2)",
+    "dp(2, via=shared())",
+    "dp(2, zero=1)",
+    "dp(2, zero=2)",
+    "dp(2, zero=3)",
+    "dp(2) * accumulate(2)",
+    "dp(2) * accumulate(4)",
+    "dp(2) * accumulate(8)",
+    "dp(2, zero=2) * accumulate(4)",
+    "dp(2, zero=3) * accumulate(4)",
+    'dp(2) * recompute("full")',
+    'dp(2, zero=3) * recompute("full")',
+    "dp(2, compress=ternary())",
+    "dp(2, compress=qsgd(4))",
+    "dp(2, compress=powersgd(4))",
+    'pp(2, "gpipe", micro=1)',
+    'pp(2, "1f1b", micro=2)',
+    'pp(2, "1f1b", micro=4)',
+    'pp(2, "gpipe", micro=8)',
+    'pp(2, "zero-bubble", micro=4)',
+    'pp(2, "1f1b", micro=16)',
+)
 
 
 def contest(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
@@ -128,10 +160,14 @@ def main() -> None:
     rows = []
     for text, times in results[0]["times"].items():
         measured_s, predicted_s = sorted(times)[len(times) // 4], estimates[text].step_s
-        rows.append({
-            "name": text, "measured_ms": 1000 * measured_s, "predicted_ms": 1000 * predicted_s,
-            "predicted / measured": predicted_s / measured_s,
-        })  # fmt: skip
+        rows.append(
+            {
+                "name": text,
+                "measured_ms": 1000 * measured_s,
+                "predicted_ms": 1000 * predicted_s,
+                "predicted / measured": predicted_s / measured_s,
+            }
+        )
     rows.sort(key=lambda row: row["predicted_ms"])
     measured, predicted = ([row[f"{kind}_ms"] for row in rows] for kind in ("measured", "predicted"))
     off = statistics.median(abs(row["predicted / measured"] - 1) for row in rows)

@@ -52,9 +52,14 @@ class Busy(nn.Linear):
 
 
 job = Job(
-    name="slow", model=lambda: Busy(1, 1), train=Slow(), loss=lambda output, batch: (output.sum(), len(output)),
-    optimizer=lambda groups: torch.optim.SGD(groups, lr=0.0), global_batch=8, steps=10,
-)  # fmt: skip
+    name="slow",
+    model=lambda: Busy(1, 1),
+    train=Slow(),
+    loss=lambda output, batch: (output.sum(), len(output)),
+    optimizer=lambda groups: torch.optim.SGD(groups, lr=0.0),
+    global_batch=8,
+    steps=10,
+)
 
 
 def main() -> None:
@@ -70,16 +75,28 @@ def main() -> None:
         how = {"loader_threads" if kind == "thread" else "loader_processes": loaders} if loaders else {}
         with tempfile.TemporaryDirectory() as folder:
             run = shoal.train(
-                str(Path(__file__)), "serial", steps=asked.steps, folder=Path(folder) / "run", gate=False,
-                checkpoint_every=0, prefetch=ahead, on_message=lambda message: None, **how,
-            )  # fmt: skip
+                str(Path(__file__)),
+                "serial",
+                steps=asked.steps,
+                folder=Path(folder) / "run",
+                gate=False,
+                checkpoint_every=0,
+                prefetch=ahead,
+                on_message=lambda message: None,
+                **how,
+            )
             step_s = statistics.median(row["step_s"] for row in run.steps[START:])
             losses.append(run.losses)
         expected_s = max(asked.compute, asked.load / min(loaders, ahead)) if loaders else asked.compute + asked.load
-        rows.append({
-            "loaders": f"{loaders} {kind}" if loaders else "none", "steps_ahead": ahead, "formula_s": expected_s,
-            "measured_s": step_s, "data_wait_s": run.summary["ranks"][0]["data_s"],
-        })  # fmt: skip
+        rows.append(
+            {
+                "loaders": f"{loaders} {kind}" if loaders else "none",
+                "steps_ahead": ahead,
+                "formula_s": expected_s,
+                "measured_s": step_s,
+                "data_wait_s": run.summary["ranks"][0]["data_s"],
+            }
+        )
     assert all(each == losses[0] for each in losses), "the order of the data changed"
     report(rows, title=f"L = {asked.load} s, T = {asked.compute} s", as_json=asked.json)
 

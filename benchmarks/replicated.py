@@ -86,9 +86,14 @@ def work_of(model: str, *, batch: float, length: float, framework: str) -> Work:
     if name.startswith("ssd"):
         return WORKS["ssd320-fpn" if framework.lower().startswith("tensorflow") else "ssd300-resnet50"]
     for sign, key in (
-        ("resnext", "resnext101-32x4d"), ("resnet", "resnet50"), ("mask", "mask-rcnn"), ("unet-3d", "unet-3d"),
-        ("unet-industrial", "unet-industrial"), ("gpunet", "gpunet-0"), ("unet", "unet-2d"),
-    ):  # fmt: skip
+        ("resnext", "resnext101-32x4d"),
+        ("resnet", "resnet50"),
+        ("mask", "mask-rcnn"),
+        ("unet-3d", "unet-3d"),
+        ("unet-industrial", "unet-industrial"),
+        ("gpunet", "gpunet-0"),
+        ("unet", "unet-2d"),
+    ):
         if sign in name:
             return WORKS[key]
     raise ValueError(f"the work of model {model!r} is not known; known are bert, {', '.join(WORKS)}")
@@ -204,22 +209,38 @@ def _values(row: Row) -> dict[str, Any]:
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; expected one of {', '.join(PRECISIONS)}")
     return {
-        "flops": work.flops, "numbers": work.numbers, "parameters": work.parameters, "layers": work.layers,
-        "kind": KINDS.index(work.kind), "precision": PRECISIONS.index(precision),
-        "peak": part.peak(precision), "stream": part.memory_bytes_per_s,
-        "gpus": number("gpus", 1), "node": number("gpus_per_node", 8), "intra": 1e9 * number("intra_gb_s", 150),
-        "inter": 1e9 * number("inter_gb_s", 12.5), "batch": batch, "micro": number("accumulate", 1),
-        "habit": list(HABITS).index(habit_of(
-            framework, source=row.get("source", ""), fine_tuned="bert" in row["model"].lower() and not row.get("seq"))),
-    }  # fmt: skip
+        "flops": work.flops,
+        "numbers": work.numbers,
+        "parameters": work.parameters,
+        "layers": work.layers,
+        "kind": KINDS.index(work.kind),
+        "precision": PRECISIONS.index(precision),
+        "peak": part.peak(precision),
+        "stream": part.memory_bytes_per_s,
+        "gpus": number("gpus", 1),
+        "node": number("gpus_per_node", 8),
+        "intra": 1e9 * number("intra_gb_s", 150),
+        "inter": 1e9 * number("inter_gb_s", 12.5),
+        "batch": batch,
+        "micro": number("accumulate", 1),
+        "habit": list(HABITS).index(
+            habit_of(
+                framework,
+                source=row.get("source", ""),
+                fine_tuned="bert" in row["model"].lower() and not row.get("seq"),
+            )
+        ),
+    }
 
 
 def step_times(
     given: Mapping[str, Any], kernels: Kernels = KERNELS, habits: Mapping[str, Habit] = HABITS
 ) -> np.ndarray:
     """Seconds a step of every row."""
-    habit = {field.name: np.array([getattr(each, field.name) for each in habits.values()])[given["habit"]]
-             for field in fields(Habit)}  # fmt: skip
+    habit = {
+        field.name: np.array([getattr(each, field.name) for each in habits.values()])[given["habit"]]
+        for field in fields(Habit)
+    }
     encoder, precision = given["kind"] == KINDS.index("encoder"), given["precision"]
     conv = np.array([kernels.conv_fp32, kernels.conv_tf32, kernels.conv_fp16])[precision]
     gemm = np.array([kernels.gemm_fp32, kernels.gemm_tf32, kernels.gemm_fp16])[precision]

@@ -34,9 +34,18 @@ T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9
 def search(method: str, seed: int, asked: argparse.Namespace) -> None:
     """One search, or the rest of it."""
     shoal.search(
-        "image", method=method, trials=asked.trials, steps=asked.steps, seed=seed, rounds=ROUNDS, devices=1,
-        strategy="serial", retrain=False, folder=folder_of(asked.into, method, seed), progress=lambda message: None,
-    )  # fmt: skip
+        "image",
+        method=method,
+        trials=asked.trials,
+        steps=asked.steps,
+        seed=seed,
+        rounds=ROUNDS,
+        devices=1,
+        strategy="serial",
+        retrain=False,
+        folder=folder_of(asked.into, method, seed),
+        progress=lambda message: None,
+    )
 
 
 def folder_of(into: Path, method: str, seed: int) -> Path:
@@ -57,8 +66,10 @@ def table(into: Path, seeds: int) -> list[str]:
     for method in COMPARED:
         files = {seed: folder_of(into, method, seed) / RESULTS for seed in range(seeds)}
         found[method] = {seed: json.loads(file.read_text()) for seed, file in files.items() if file.exists()}
-    lines = ["| method | seeds | best validation loss | lower than random by, same seed | wins | steps trained |",
-             "|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        "| method | seeds | best validation loss | lower than random by, same seed | wins | steps trained |",
+        "|---|---|---|---|---|---|",
+    ]
     for method, searches in found.items():
         best = {seed: each["best"]["value"] for seed, each in searches.items()}
         if not best:
@@ -66,9 +77,11 @@ def table(into: Path, seeds: int) -> list[str]:
         base = {seed: found[RANDOM][seed]["best"]["value"] for seed in best if seed in found[RANDOM]}
         gains = [base[seed] - best[seed] for seed in base]
         steps = statistics.mean(_steps(each) for each in searches.values())
-        against = ["", ""] if method == RANDOM or not gains else [
-            interval(gains), f"{sum(gain > 0 for gain in gains)} of {len(gains)}"
-        ]  # fmt: skip
+        against = (
+            ["", ""]
+            if method == RANDOM or not gains
+            else [interval(gains), f"{sum(gain > 0 for gain in gains)} of {len(gains)}"]
+        )
         cells = [method, str(len(best)), interval(list(best.values())), *against, f"{steps:,.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -105,9 +118,16 @@ def _trials_an_hour(workers: int, asked: argparse.Namespace) -> float:
 
     with tempfile.TemporaryDirectory() as folder:
         shoal.search(
-            "image", method=RANDOM, trials=asked.trials, steps=asked.steps, devices=workers, strategy="serial",
-            retrain=False, folder=Path(folder) / "s", progress=note,
-        )  # fmt: skip
+            "image",
+            method=RANDOM,
+            trials=asked.trials,
+            steps=asked.steps,
+            devices=workers,
+            strategy="serial",
+            retrain=False,
+            folder=Path(folder) / "s",
+            progress=note,
+        )
     return 3600 * len(at["end"]) / (max(at["end"]) - min(at["begin"]))
 
 
@@ -115,29 +135,46 @@ def front(asked: argparse.Namespace) -> None:
     """A search for quality, predicted time and memory on this machine; then each model of the front is timed alone."""
     with tempfile.TemporaryDirectory() as folder:
         found = shoal.search(
-            "image", method="evolution", trials=asked.trials, steps=asked.steps, devices=1, strategy="serial",
-            cluster="this", memory_limit=asked.memory_limit, retrain=False, folder=Path(folder) / "s",
+            "image",
+            method="evolution",
+            trials=asked.trials,
+            steps=asked.steps,
+            devices=1,
+            strategy="serial",
+            cluster="this",
+            memory_limit=asked.memory_limit,
+            retrain=False,
+            folder=Path(folder) / "s",
             progress=lambda message: None,
-        )  # fmt: skip
+        )
         rows = found.front
         measured: list[list[float]] = [[] for _ in rows]
         for turn in range(3):
             for number, row in enumerate(rows):
                 run = shoal.train(
-                    row["job"], "serial", steps=asked.steps, folder=Path(folder) / f"{turn}-{number}", gate=False,
-                    checkpoint_every=0, on_message=lambda message: None,
-                )  # fmt: skip
+                    row["job"],
+                    "serial",
+                    steps=asked.steps,
+                    folder=Path(folder) / f"{turn}-{number}",
+                    gate=False,
+                    checkpoint_every=0,
+                    on_message=lambda message: None,
+                )
                 assert run.step_s is not None
                 measured[number].append(run.step_s)
     predicted = [row["predicted"]["step_s"] for row in rows]
     times = [statistics.median(each) for each in measured]
     for row, mine in zip(rows, times, strict=True):
         known = row["predicted"]
-        print(f"loss {row['value']:.3f}  predicted {1e3 * known['step_s']:.2f} ms, measured {1e3 * mine:.2f} ms, "
-              f"memory {known['memory_bytes'] / 1e6:.2f} MB")  # fmt: skip
+        print(
+            f"loss {row['value']:.3f}  predicted {1e3 * known['step_s']:.2f} ms, measured {1e3 * mine:.2f} ms, "
+            f"memory {known['memory_bytes'] / 1e6:.2f} MB"
+        )
     most = max(row["predicted"]["memory_bytes"] for row in found.trials if row["predicted"])
-    print(f"{len(rows)} models on the front of {len(found.trials)}; {found.results['rejected']} were not trained; the "
-          f"largest needs {most / 1e6:.2f} MB of {asked.memory_limit}")  # fmt: skip
+    print(
+        f"{len(rows)} models on the front of {len(found.trials)}; {found.results['rejected']} were not trained; the "
+        f"largest needs {most / 1e6:.2f} MB of {asked.memory_limit}"
+    )
     print(f"Spearman {spearman(predicted, times):.3f}")
 
 
@@ -164,9 +201,11 @@ def main() -> int:
         (speed if asked.speed else front)(asked)
         return 0
     todo = [
-        (method, seed) for seed in range(asked.seeds) for method in COMPARED
+        (method, seed)
+        for seed in range(asked.seeds)
+        for method in COMPARED
         if not (folder_of(asked.into, method, seed) / RESULTS).exists()
-    ]  # fmt: skip
+    ]
     for method, seed in [] if asked.table else todo[: asked.most]:
         print(f"{method}, seed {seed}", file=sys.stderr, flush=True)
         search(method, seed, asked)

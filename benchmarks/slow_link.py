@@ -43,9 +43,11 @@ from shoal.strategy.terms.compress import compressors
 PEERS = ("DDP", "DDP + PowerSGD(2)", "DDP + PowerSGD(4)")
 DENSE = "dp(2)"
 COMPRESSIONS = tuple(
-    str(term) for method in compressors() if method.loss != "none" and not method.between_groups
+    str(term)
+    for method in compressors()
+    if method.loss != "none" and not method.between_groups
     for term in method.measured() or (method.sample(),)
-)  # fmt: skip
+)
 CONTESTANTS = (*PEERS, DENSE, *(f"dp(2, compress={compression})" for compression in COMPRESSIONS))
 REFERENCE = PEERS[0]
 OPENING = 3
@@ -120,9 +122,13 @@ def on_two_hosts(settings: dict[str, Any], rate: float | None, *, emulated: bool
         order.write_text(json.dumps({**settings, "into": str(into)}))
         try:
             ended = torchrun(
-                hosts, ["peers.slow_link", str(order)], ranks_a_host=1, environment=environment, timeout_s=limit_s,
+                hosts,
+                ["peers.slow_link", str(order)],
+                ranks_a_host=1,
+                environment=environment,
+                timeout_s=limit_s,
                 errors=None,
-            )  # fmt: skip
+            )
         except subprocess.TimeoutExpired:
             raise Failed(f"the ranks were not done after {limit_s:g} s") from None
         if any(each.returncode for each in ended):
@@ -214,10 +220,17 @@ def main() -> None:
     if emulated and not asked.emulated:
         print(f"the links are emulated: a limited one {reason}", file=sys.stderr)
     settings = {
-        "names": names, "size": asked.size, "global_batch": asked.batch, "steps": asked.steps, "target": asked.target,
-        "evaluate_every": asked.evaluate_every, "seconds": asked.seconds, "rounds": asked.rounds, "opening": OPENING,
+        "names": names,
+        "size": asked.size,
+        "global_batch": asked.batch,
+        "steps": asked.steps,
+        "target": asked.target,
+        "evaluate_every": asked.evaluate_every,
+        "seconds": asked.seconds,
+        "rounds": asked.rounds,
+        "opening": OPENING,
         "steps_a_round": asked.steps_a_round,
-    }  # fmt: skip
+    }
     whole_s = SETUP_S + 2 * asked.seconds * len(names)
     counting = {**settings, "do": "train", "ddp_backend": "shoal-gloo"}
     tables: dict[str, Any] = {}

@@ -29,9 +29,14 @@ def job_of(layers: int, hidden: int) -> Any:
 
     config = GPTConfig(sequence=16, layers=layers, hidden=hidden, heads=16)
     return Job(
-        name="start", train=TextData(bytes(range(256)) * 64, sequence=16), loss=cross_entropy,
-        model=lambda: GPT(config), optimizer=lambda groups: torch.optim.SGD(groups, lr=1e-4), global_batch=4, steps=1,
-    )  # fmt: skip
+        name="start",
+        train=TextData(bytes(range(256)) * 64, sequence=16),
+        loss=cross_entropy,
+        model=lambda: GPT(config),
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=1e-4),
+        global_batch=4,
+        steps=1,
+    )
 
 
 def start(settings: dict[str, Any], channel: Any) -> dict[str, float]:

@@ -40,9 +40,13 @@ def measure(tree: Path, case: str, cache: Path) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         before, start = os.times(), time.perf_counter()
         process = subprocess.Popen(
-            [tree / ".venv/bin/shoal", *command], cwd=folder, env=environment, stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [tree / ".venv/bin/shoal", *command],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         assert process.stderr is not None
         seconds, said = None, []
         for text in process.stderr:

@@ -51,9 +51,16 @@ def rate(strategy: str, *, steps: int, straggler: str) -> tuple[float, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         run = train_job(
-            "language:tiny", strategy, folder=Path(folder, "run"), steps=steps, straggler=straggler, gate=False,
-            evaluate_every=0, checkpoint_every=0, on_message=listen,
-        )  # fmt: skip
+            "language:tiny",
+            strategy,
+            folder=Path(folder, "run"),
+            steps=steps,
+            straggler=straggler,
+            gate=False,
+            evaluate_every=0,
+            checkpoint_every=0,
+            on_message=listen,
+        )
     dropped = (run.summary.get("servers") or {}).get("dropped") or 0
     used = 1 - dropped / (steps * REPLICAS)
     return used * steps * run.summary["global_batch"] / (moments["last"] - moments["first"]), used
@@ -77,11 +84,17 @@ def main() -> None:
             print(f"round {number + 1} {strategy}: {free:.0f} -> {slowed:.0f} samples/s", file=sys.stderr, flush=True)
     for strategy, each in found.items():
         kept = [slowed / free for free, slowed, _ in each]
-        rows.append({
-            "name": strategy, "free_samples_s": statistics.median(row[0] for row in each),
-            "slowed_samples_s": statistics.median(row[1] for row in each), "kept": statistics.median(kept),
-            "kept_least": min(kept), "kept_most": max(kept), "used": statistics.median(row[2] for row in each),
-        })  # fmt: skip
+        rows.append(
+            {
+                "name": strategy,
+                "free_samples_s": statistics.median(row[0] for row in each),
+                "slowed_samples_s": statistics.median(row[1] for row in each),
+                "kept": statistics.median(kept),
+                "kept_least": min(kept),
+                "kept_most": max(kept),
+                "used": statistics.median(row[2] for row in each),
+            }
+        )
     report(rows, title=f"One {asked.factor:g}x straggler among {REPLICAS}", as_json=asked.json)
 
 

@@ -121,9 +121,11 @@ def _contestants(settings: dict[str, Any], me: Any, plain: Any) -> dict[str, Any
     alone = build_model(job)
     found[LIMIT] = plain_step(alone, job.optimizer(groups(alone)))
     for name, adapter in (
-        ("DDP", TorchDDP()), ("DDP + ZeroRedundancyOptimizer", Zero1()), ("fully_shard", FSDP2()),
+        ("DDP", TorchDDP()),
+        ("DDP + ZeroRedundancyOptimizer", Zero1()),
+        ("fully_shard", FSDP2()),
         ("fully_shard, kept after forward", FSDP2(reshard_after_forward=False)),
-    ):  # fmt: skip
+    ):
         found[name] = stepper(adapter, job, me, plain)
     for text in PEERS:
         runner = prepare(job, parse(text), rank=me.rank, backend=me.backend).runner

@@ -10,8 +10,15 @@ from shoal.job import from_transformers
 
 job = from_transformers(
     LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=256, max_position_embeddings=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        max_position_embeddings=512,
     ),
-    sequence=512, global_batch=4, steps=100,
-)  # fmt: skip
+    sequence=512,
+    global_batch=4,
+    steps=100,
+)

@@ -15,8 +15,14 @@ job = from_transformers(
 
 vit = from_transformers(
     ViTConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        image_size=28, patch_size=7, num_channels=1, num_labels=10,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=28,
+        patch_size=7,
+        num_channels=1,
+        num_labels=10,
     ),
     steps=200,
-)  # fmt: skip
+)

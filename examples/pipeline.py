@@ -35,6 +35,14 @@ class DeepModel(nn.Module):
 text = Path(torch.__file__).with_name("nn").joinpath("modules", "module.py").read_bytes()
 data = partial(TextData, sequence=SEQUENCE)
 job = Job(
-    name="pipeline", model=DeepModel, train=data(text[:80_000]), validation=data(text[80_000:]), loss=cross_entropy,
-    optimizer=partial(torch.optim.AdamW, lr=1e-3), clip=1.0, global_batch=24, steps=200, metrics=language_metrics,
-)  # fmt: skip
+    name="pipeline",
+    model=DeepModel,
+    train=data(text[:80_000]),
+    validation=data(text[80_000:]),
+    loss=cross_entropy,
+    optimizer=partial(torch.optim.AdamW, lr=1e-3),
+    clip=1.0,
+    global_batch=24,
+    steps=200,
+    metrics=language_metrics,
+)

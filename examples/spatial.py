@@ -54,6 +54,11 @@ def loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 images, masks = discs(512)
 job = Job(
-    name="spatial", model=UNet, train=TensorData(x=images, y=masks), loss=loss,
-    optimizer=lambda groups: torch.optim.AdamW(groups, lr=3e-3), global_batch=8, steps=60,
-)  # fmt: skip
+    name="spatial",
+    model=UNet,
+    train=TensorData(x=images, y=masks),
+    loss=loss,
+    optimizer=lambda groups: torch.optim.AdamW(groups, lr=3e-3),
+    global_batch=8,
+    steps=60,
+)

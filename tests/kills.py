@@ -34,20 +34,30 @@ TARGET = "distributed.server_targets:killed_worker"
 STEPS = 22
 HANG_S = 60.0
 SCHEMES = {
-    "asp": ["dp(3, sync=asp(), via=ps(1))", "dp(4, sync=asp(), via=ps(1, colocated=True))",
-            "dp(3, sync=asp(), via=ps(2), compress=topk(0.1))", "dp(2, sync=asp(), via=ps(1)) * dp(2)"],
+    "asp": [
+        "dp(3, sync=asp(), via=ps(1))",
+        "dp(4, sync=asp(), via=ps(1, colocated=True))",
+        "dp(3, sync=asp(), via=ps(2), compress=topk(0.1))",
+        "dp(2, sync=asp(), via=ps(1)) * dp(2)",
+    ],
     "ssp": ["dp(3, sync=ssp(2), via=ps(1))", "dp(3, sync=ssp(1), via=ps(1, colocated=True))"],
     "softsync": ["dp(3, sync=softsync(2), via=ps(1))"],
     "backup": ["dp(3, sync=bsp(backup=1), via=ps(1))"],
     "hogwild": ["dp(3, sync=hogwild())"],
     "local": ["dp(3, sync=local(3))", "dp(2, sync=local(2)) * dp(2)"],
-    "diloco": ["dp(3, sync=diloco(3))", "dp(3, sync=diloco(3, fragments=2, overlap=1))",
-               "dp(3, sync=diloco(3), compress=topk(0.1))"],
+    "diloco": [
+        "dp(3, sync=diloco(3))",
+        "dp(3, sync=diloco(3, fragments=2, overlap=1))",
+        "dp(3, sync=diloco(3), compress=topk(0.1))",
+    ],
     "quorum": ["dp(3, sync=diloco(3, quorum=2))", "dp(3, sync=diloco(4, quorum=2, fragments=2, overlap=1))"],
     "elastic": ["dp(3, sync=elastic(2, 0.3))", 'dp(3, sync=elastic(2, 0.3, "async"))'],
-    "gossip": ['dp(4, sync=gossip("ring"))', 'dp(4, sync=gossip("ring", "async"))',
-               'dp(4, sync=gossip("one-peer", "push-sum"))'],
-}  # fmt: skip
+    "gossip": [
+        'dp(4, sync=gossip("ring"))',
+        'dp(4, sync=gossip("ring", "async"))',
+        'dp(4, sync=gossip("one-peer", "push-sum"))',
+    ],
+}
 """Strategies by the name of their scheme."""
 POINTS = ("step: forward", "step: backward done", "step: sums received", "step: updated", "step: published")
 
@@ -103,8 +113,15 @@ def kills(number: int, seed: int, names: list[str]) -> int:
         strategy, victim, point, times, rejoin = drawn(chance, names)
         with tempfile.TemporaryDirectory(prefix="shoal-kills-") as folder:
             run = Path(folder) / "run"
-            asked = {"job": JOB, "strategy": strategy, "folder": str(run), "gate": False, "checkpoint_every": 11,
-                     "rejoin": rejoin, "disturbed": [(victim, point, times, None)]}  # fmt: skip
+            asked = {
+                "job": JOB,
+                "strategy": strategy,
+                "folder": str(run),
+                "gate": False,
+                "checkpoint_every": 11,
+                "rejoin": rejoin,
+                "disturbed": [(victim, point, times, None)],
+            }
             chosen, start_s = parse(strategy), time.monotonic()
             try:
                 found = run_ranks(

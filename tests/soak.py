@@ -35,13 +35,25 @@ JOB = str(Path(__file__).parent / "distributed" / "jobs" / "residual.py") + ":jo
 TARGET = "distributed.training_targets:train_and_tell_pid"
 STEPS, KILLS_A_RUN, MOST_STEPS = 60, 12, 6
 STRATEGIES = [
-    "dp(2)", "dp(2, zero=1)", "dp(2, zero=2)", "dp(2, zero=3)", "dp(3, zero=3) * accumulate(2)", "dp(2, via=shared())",
-    "dp(3, via=shared())", "dp(2, via=shared()) * accumulate(2)", "dp(2) * dp(2, via=shared())",
+    "dp(2)",
+    "dp(2, zero=1)",
+    "dp(2, zero=2)",
+    "dp(2, zero=3)",
+    "dp(3, zero=3) * accumulate(2)",
+    "dp(2, via=shared())",
+    "dp(3, via=shared())",
+    "dp(2, via=shared()) * accumulate(2)",
+    "dp(2) * dp(2, via=shared())",
     'pp(2, "1f1b", micro=2)',
-    'pp(2, "gpipe", micro=2) * dp(2, zero=1)', 'pp(2, "1f1b", micro=2) * dp(2, via=shared())', "tp(2)",
-    "dp(2, zero=1) * tp(2)", "dp(2, compress=topk(0.1))", "dp(2) * recompute(\"full\")", "dp(2, sync=local(3))",
+    'pp(2, "gpipe", micro=2) * dp(2, zero=1)',
+    'pp(2, "1f1b", micro=2) * dp(2, via=shared())',
+    "tp(2)",
+    "dp(2, zero=1) * tp(2)",
+    "dp(2, compress=topk(0.1))",
+    'dp(2) * recompute("full")',
+    "dp(2, sync=local(3))",
     "dp(2, sync=diloco(3)) * dp(2, zero=3)",
-]  # fmt: skip
+]
 
 
 def settings(strategy: str, folder: Path) -> dict[str, Any]:
@@ -111,9 +123,11 @@ def life(asked: dict[str, Any], chance: random.Random | None) -> str:
 def life_of_a_parent(asked: dict[str, Any], chance: random.Random) -> str:
     """One start in a process of its own, which is killed while its ranks work."""
     child = subprocess.Popen(
-        [sys.executable, __file__, "--child", json.dumps(asked)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        [sys.executable, __file__, "--child", json.dumps(asked)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
-    )  # fmt: skip
+    )
     assert child.stdout is not None
     child.stdout.readline()
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -27,9 +27,20 @@ Contestants = dict[str, Callable[[], Step]]
 
 LIMIT = "no communication"
 __all__ = [
-    "LIMIT", "Contestants", "Step", "batches", "clip_by", "gpt_job", "gradients", "optimizer_of", "shoal_runner",
-    "shoal_step", "squares", "sum_over", "text_of",
-]  # fmt: skip
+    "LIMIT",
+    "Contestants",
+    "Step",
+    "batches",
+    "clip_by",
+    "gpt_job",
+    "gradients",
+    "optimizer_of",
+    "shoal_runner",
+    "shoal_step",
+    "squares",
+    "sum_over",
+    "text_of",
+]
 
 
 def gpt_job(size: str, *, batch: int, **changes: Any) -> Job:

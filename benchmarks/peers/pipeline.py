@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
-)  # fmt: skip
+)
 
 from peers.common import (
     LIMIT,
@@ -32,7 +32,7 @@ from peers.common import (
     squares,
     sum_over,
     text_of,
-)  # fmt: skip
+)
 from shoal.job import Job, LayoutHints
 from shoal.job.models.gpt import GPT, MLP, GPTConfig
 from shoal.runtime.step import build_model
@@ -83,9 +83,11 @@ def schedule_step(job: Job, term: pp, schedule: Any, me: Any, plain: Any) -> Ste
     stages = [_stage(model, n, count, job.global_batch // term.micro, plain) for n in mine]
     tokens = job.global_batch * model.config.sequence
     ran = schedule(
-        stages if term.schedule in ("interleaved", "zero-bubble") else stages[0], term.micro, scale_grads=False,
+        stages if term.schedule in ("interleaved", "zero-bubble") else stages[0],
+        term.micro,
+        scale_grads=False,
         loss_fn=lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum") / tokens,
-    )  # fmt: skip
+    )
     parts = nn.ModuleList(stage.submod for stage in stages)
     optimizer = optimizer_of(job, parts.named_parameters())
     data = batches(job)
@@ -112,9 +114,14 @@ def _stage(model: GPT, number: int, count: int, samples: int, plain: Any) -> Pip
     out = activations(config.vocab if number == count - 1 else config.hidden)
     # With shapes given, the schedule need not run a forward of its own to find them.
     return PipelineStage(
-        Stage(model, number, count), number, count, torch.device("cpu"), input_args=(into,), output_args=(out,),
+        Stage(model, number, count),
+        number,
+        count,
+        torch.device("cpu"),
+        input_args=(into,),
+        output_args=(out,),
         group=plain,
-    )  # fmt: skip
+    )
 
 
 def limit_step(job: Job, me: Any, plain: Any, micro: int = 4) -> Step:

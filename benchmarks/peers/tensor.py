@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     loss_parallel,
     parallelize_module,
-)  # fmt: skip
+)
 
 from peers.common import LIMIT, Contestants, Step, batches, clip_by, gradients, optimizer_of, shoal_step, squares
 from shoal.job import Job

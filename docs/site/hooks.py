@@ -12,8 +12,11 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 PAGES = {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}
-BEHIND = {"train": "shoal.training.local.train_job", "verify": "shoal.proof.certify.verify",
-          "load_run": "shoal.training.record.run.read_run"}  # fmt: skip
+BEHIND = {
+    "train": "shoal.training.local.train_job",
+    "verify": "shoal.proof.certify.verify",
+    "load_run": "shoal.training.record.run.read_run",
+}
 """Functions that are wrapped where they are offered."""
 
 

@@ -104,10 +104,13 @@ def waits_of_steps(arguments: dict[str, Any], channel: Any) -> list[dict[str, An
             Engine.close_backward, Engine.count = close, count  # type: ignore[method-assign]
         rows.append(
             {
-                "case": text, "before": ended[-1] - start, "after": torch.reef.waits() - ended[-1],
-                "peak": peak_memory_bytes(me.device), "exact_peak": torch.reef.max_memory_allocated(),
+                "case": text,
+                "before": ended[-1] - start,
+                "after": torch.reef.waits() - ended[-1],
+                "peak": peak_memory_bytes(me.device),
+                "exact_peak": torch.reef.max_memory_allocated(),
             }
-        )  # fmt: skip
+        )
         ready.engine.close()
     leave()
     return rows
@@ -151,9 +154,12 @@ def trained_codecs(arguments: dict[str, Any], channel: Any) -> list[dict[str, An
     rows = []
     for text in arguments["terms"]:
         ready = prepare(
-            load_job(arguments["job"]), parse(f"dp({me.world}, compress={text})"), rank=me.rank,
-            backend=me.backend, device=me.device,
-        )  # fmt: skip
+            load_job(arguments["job"]),
+            parse(f"dp({me.world}, compress={text})"),
+            rank=me.rank,
+            backend=me.backend,
+            device=me.device,
+        )
         losses, unlike, counter = [], [], 0
         for step in range(arguments["steps"]):
             BOOK.take()
@@ -173,9 +179,13 @@ def losses(arguments: dict[str, Any], channel: Any) -> list[float]:
     """Of a few steps in float64."""
     me = join()
     ready = prepare(
-        load_job(arguments["job"]), parse(arguments["strategy"]), rank=me.rank, backend=me.backend, device=me.device,
+        load_job(arguments["job"]),
+        parse(arguments["strategy"]),
+        rank=me.rank,
+        backend=me.backend,
+        device=me.device,
         dtype=torch.float64,
-    )  # fmt: skip
+    )
     found, counter = [], 0
     for step in range(arguments["num_steps"]):
         found.append(ready.runner.step(step, counter).loss)

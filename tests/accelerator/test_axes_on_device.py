@@ -113,10 +113,13 @@ def test_pipelines_train_exactly_where_sends_do_not_wait(on_device: Callable[...
 
 @pytest.mark.parametrize(
     ("messages", "ranks", "micro"),
-    [("rendezvous", 2, 4), pytest.param("eager", 2, 4, marks=pytest.mark.slow),
-     *(pytest.param("rendezvous", 3, micro, marks=pytest.mark.slow) for micro in (1, 2, 3, 4)),
-     pytest.param("eager", 3, 2, marks=pytest.mark.slow)],
-)  # fmt: skip
+    [
+        ("rendezvous", 2, 4),
+        pytest.param("eager", 2, 4, marks=pytest.mark.slow),
+        *(pytest.param("rendezvous", 3, micro, marks=pytest.mark.slow) for micro in (1, 2, 3, 4)),
+        pytest.param("eager", 3, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_pipeline_without_flush_trains_as_in_host_memory(
     on_device: Callable[..., Any], messages: str, ranks: int, micro: int
 ) -> None:

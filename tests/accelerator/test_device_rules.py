@@ -72,16 +72,28 @@ def test_barriers_know_their_device(on_device: On) -> None:
 
 
 STEADY = [
-    "dp(2)", "dp(2) * accumulate(2)", "dp(2, zero=1)", "dp(2, zero=2)", "dp(2, zero=3)", "tp(2)",
-    "tp(2, sequence=True)", "cp(2)", 'cp(2, "ulysses")', "pp(2, micro=4)", 'pp(2, "interleaved", micro=4, chunks=2)',
-    'pp(2, "zero-bubble", micro=4)', 'dp(2) * amp("bf16")',
-]  # fmt: skip
+    "dp(2)",
+    "dp(2) * accumulate(2)",
+    "dp(2, zero=1)",
+    "dp(2, zero=2)",
+    "dp(2, zero=3)",
+    "tp(2)",
+    "tp(2, sequence=True)",
+    "cp(2)",
+    'cp(2, "ulysses")',
+    "pp(2, micro=4)",
+    'pp(2, "interleaved", micro=4, chunks=2)',
+    'pp(2, "zero-bubble", micro=4)',
+    'dp(2) * amp("bf16")',
+]
 SLOWER = [
-    (LANGUAGE, 'pp(2, "gpipe", micro=4)'), (LANGUAGE, 'pp(2, "zero-bubble", micro=4, chunks=2)'),
-    (LANGUAGE, "tp(2, batch=True)"), (LANGUAGE, "dp(2, compress=topk(0.1))"),
+    (LANGUAGE, 'pp(2, "gpipe", micro=4)'),
+    (LANGUAGE, 'pp(2, "zero-bubble", micro=4, chunks=2)'),
+    (LANGUAGE, "tp(2, batch=True)"),
+    (LANGUAGE, "dp(2, compress=topk(0.1))"),
     *((DROPPING, text) for text in ("tp(2)", "cp(2)", "pp(2, micro=2)", 'dp(2, zero=3) * recompute("full")')),
     *((f"{JOBS / 'odd.py'}:{job}", 'dp(2) * recompute("full")') for job in ("norm", "spectral", "buffers")),
-]  # fmt: skip
+]
 
 
 def require_no_waits(on_device: On, cases: list[tuple[str, str]]) -> None:
@@ -100,8 +112,14 @@ def test_nor_does_it_with_dropout_norms_or_recomputation(on_device: On) -> None:
     require_no_waits(on_device, SLOWER)
 
 
-@pytest.mark.parametrize("strategy", ["dp(2)", pytest.param("dp(2, zero=3)", marks=pytest.mark.slow),
-                                      pytest.param("pp(2, micro=2)", marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "dp(2)",
+        pytest.param("dp(2, zero=3)", marks=pytest.mark.slow),
+        pytest.param("pp(2, micro=2)", marks=pytest.mark.slow),
+    ],
+)
 def test_a_wait_that_is_added_before_backward_is_counted(on_device: On, strategy: str) -> None:
     asked = {"cases": [(LANGUAGE, strategy)], "reads_the_loss": True}
     rows = on_device("accelerator.targets:waits_of_steps", asked, ranks=2)

@@ -79,9 +79,9 @@ def fft(x: np.ndarray, w: np.ndarray, *, padding: int, stride: int = 1) -> tuple
     kernels[:, :, :kernel, :kernel] = w[:, :, ::-1, ::-1]
     images, stages = plane_transform(x.astype(complex), meter)
     kernels, _ = plane_transform(kernels, meter)
-    spectra = meter.product(
-        images.transpose(2, 3, 0, 1), kernels.transpose(2, 3, 1, 0), times=side * side
-    ).transpose(2, 3, 0, 1)  # fmt: skip
+    spectra = meter.product(images.transpose(2, 3, 0, 1), kernels.transpose(2, 3, 1, 0), times=side * side).transpose(
+        2, 3, 0, 1
+    )
     out, _ = plane_transform(spectra, meter, inverse=True)
     meter.depth = 2 * stages + rounds(w.shape[1])
     # What lies before kernel - 1 has wrapped around.

@@ -24,13 +24,26 @@ from shoal.analysis.convolution import (
 
 
 def layer(
-    *, samples: int = 2, inputs: int = 3, outputs: int = 5, side: int = 6, kernel: int = 3, padding: int = 1,
+    *,
+    samples: int = 2,
+    inputs: int = 3,
+    outputs: int = 5,
+    side: int = 6,
+    kernel: int = 3,
+    padding: int = 1,
     stride: int = 1,
-) -> Convolution:  # fmt: skip
+) -> Convolution:
     return Convolution(
-        samples=samples, in_channels=inputs, out_channels=outputs, image=(side, side), kernel=(kernel, kernel),
-        stride=(stride, stride), padding=(padding, padding), dilation=(1, 1), bias=False,
-    )  # fmt: skip
+        samples=samples,
+        in_channels=inputs,
+        out_channels=outputs,
+        image=(side, side),
+        kernel=(kernel, kernel),
+        stride=(stride, stride),
+        padding=(padding, padding),
+        dilation=(1, 1),
+        bias=False,
+    )
 
 
 def data(of: Convolution) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -81,9 +94,15 @@ def test_winograd_agrees_with_the_library_and_counts_what_the_formula_says(kerne
 )
 def test_output_and_weights_are_those_of_the_library(of: Convolution) -> None:
     module = torch.nn.Conv2d(
-        of.in_channels, of.out_channels, of.kernel, stride=of.stride, padding=of.padding, dilation=of.dilation,
-        groups=of.groups, bias=of.bias,
-    )  # fmt: skip
+        of.in_channels,
+        of.out_channels,
+        of.kernel,
+        stride=of.stride,
+        padding=of.padding,
+        dilation=of.dilation,
+        groups=of.groups,
+        bias=of.bias,
+    )
     out = module(torch.zeros(of.samples, of.in_channels, *of.image))
     assert tuple(out.shape[2:]) == of.output
     assert of.parameters == sum(parameter.numel() for parameter in module.parameters())

@@ -26,19 +26,31 @@ def convolutions(draw: st.DrawFn) -> Convolution:
     image, kernel = draw(sides), draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
     groups = draw(st.integers(1, 3))
     return Convolution(
-        samples=draw(few), in_channels=groups * draw(few), out_channels=groups * draw(few), image=image,
-        kernel=kernel, stride=draw(st.tuples(st.integers(1, 2), st.integers(1, 2))),
-        padding=(kernel[0] // 2, kernel[1] // 2), dilation=(1, 1), groups=groups,
-    )  # fmt: skip
+        samples=draw(few),
+        in_channels=groups * draw(few),
+        out_channels=groups * draw(few),
+        image=image,
+        kernel=kernel,
+        stride=draw(st.tuples(st.integers(1, 2), st.integers(1, 2))),
+        padding=(kernel[0] // 2, kernel[1] // 2),
+        dilation=(1, 1),
+        groups=groups,
+    )
 
 
 @st.composite
 def attentions(draw: st.DrawFn) -> AttentionProduct:
     kv_heads = draw(few)
     return AttentionProduct(
-        samples=draw(few), heads=kv_heads * draw(few), kv_heads=kv_heads, queries=draw(size), keys=draw(size),
-        head_dim=draw(size), value_dim=draw(size), causal=draw(st.booleans()),
-    )  # fmt: skip
+        samples=draw(few),
+        heads=kv_heads * draw(few),
+        kv_heads=kv_heads,
+        queries=draw(size),
+        keys=draw(size),
+        head_dim=draw(size),
+        value_dim=draw(size),
+        causal=draw(st.booleans()),
+    )
 
 
 operators: st.SearchStrategy[Operator] = st.one_of(
@@ -80,10 +92,16 @@ def by_hand() -> Network:
     x = build.add(
         "conv",
         Convolution(
-            samples=4, in_channels=2, out_channels=4, image=(8, 8), kernel=(3, 3), stride=(1, 1), padding=(1, 1),
+            samples=4,
+            in_channels=2,
+            out_channels=4,
+            image=(8, 8),
+            kernel=(3, 3),
+            stride=(1, 1),
+            padding=(1, 1),
             dilation=(1, 1),
         ),
-    )  # fmt: skip
+    )
     x = build.add("relu", Activation(function="relu", elements=4 * 4 * 64), x)
     x = build.add("pool", Pooling(samples=4, channels=4, image=(8, 8), output=(4, 4), kernel=(2, 2)), x)
     x = build.add("fc", FullyConnected(rows=4, inputs=64, outputs=10), x)
@@ -122,7 +140,7 @@ def test_a_network_computed_by_hand() -> None:
         (MatrixProduct(batch=2, rows=3, inner=4, columns=5), (120, 240, 0), (2, 3, 0)),
     ],
     ids=lambda value: getattr(value, "kind", ""),
-)  # fmt: skip
+)
 def test_operators_by_hand(operator: Operator, work: tuple[int, ...], depth: tuple[int, ...]) -> None:
     passes = (operator.forward(), operator.input_gradient(), operator.weight_gradient())
     assert tuple(cost.work for cost in passes) == work

@@ -93,9 +93,17 @@ def test_work_of_a_transformer_is_its_weights_and_its_attention() -> None:
 
 def test_only_active_experts_work() -> None:
     shape = Transformer(
-        layers=2, hidden=64, heads=4, ffn=128, gated=True, vocab=100, tied=False, experts=8, active_experts=2,
+        layers=2,
+        hidden=64,
+        heads=4,
+        ffn=128,
+        gated=True,
+        vocab=100,
+        tied=False,
+        experts=8,
+        active_experts=2,
         sequence=16,
-    )  # fmt: skip
+    )
     network = network_of(shape, 4)
     assert products(network) == 4 * 16 * (shape.active_parameters - shape.vocab * shape.hidden)
     # Experts lie side by side: as deep as one of them.
@@ -109,12 +117,22 @@ def axes(network: Network) -> dict[str, int]:
 
 def test_concurrency_of_each_axis_is_read_off_the_shapes() -> None:
     assert axes(preset_network("llama3:8b", batch=6)) == {
-        "dp": 6, "pp": 35, "tp": 32, "cp": 8192, "ep": 1, "spatial": 1
-    }  # fmt: skip
+        "dp": 6,
+        "pp": 35,
+        "tp": 32,
+        "cp": 8192,
+        "ep": 1,
+        "spatial": 1,
+    }
     assert axes(preset_network("mixtral:8x7b"))["ep"] == 8
     assert axes(preset_network("vgg16", batch=64)) == {
-        "dp": 64, "pp": 16, "tp": 25_088, "cp": 1, "ep": 1, "spatial": 224 * 224
-    }  # fmt: skip
+        "dp": 64,
+        "pp": 16,
+        "tp": 25_088,
+        "cp": 1,
+        "ep": 1,
+        "spatial": 224 * 224,
+    }
     assert axes(preset_network("vit:b"))["spatial"] == 1
 
 

@@ -65,8 +65,13 @@ def test_query_key_and_value_lie_side_by_side() -> None:
 def test_an_example_of_ones_own_is_grouped_by_its_blocks() -> None:
     told = report(traced_network(load_job(str(EXAMPLES / "gpt.py"))))
     assert [(group["first"], group["count"]) for group in told["groups"]] == [
-        ("tokens", 1), ("positions", 1), ("blocks.0", 2), ("norm", 1), ("head", 1), ("loss", 1)
-    ]  # fmt: skip
+        ("tokens", 1),
+        ("positions", 1),
+        ("blocks.0", 2),
+        ("norm", 1),
+        ("head", 1),
+        ("loss", 1),
+    ]
     assert told["parameters"] == 136_576
 
 
@@ -122,8 +127,11 @@ def test_a_module_needs_no_job_and_is_left_as_it_was() -> None:
     before = {name: value.clone() for name, value in module.state_dict().items()}
     network = module_network(module, torch.randn(5, 1, 6, 6))
     assert [layer.operator.kind for layer in network.layers] == [
-        "convolution", "batch norm", "activation", "fully connected"
-    ]  # fmt: skip
+        "convolution",
+        "batch norm",
+        "activation",
+        "fully connected",
+    ]
     assert (network.name, network.batch, network.parameters) == ("Sequential", 5, 36 + 4 + 8 + 130)
     assert not module.training
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())

@@ -18,8 +18,7 @@ from shoal.job.load import load_job
 from shoal.runtime.options import WrongOption
 
 ROOT = Path(__file__).parents[2]
-VERBS = ("analyze", "calibrate", "doctor", "evaluate", "explain", "export", "plan", "simulate", "submit",
-         "validate")  # fmt: skip
+VERBS = ("analyze", "calibrate", "doctor", "evaluate", "explain", "export", "plan", "simulate", "submit", "validate")
 
 
 def command(*words: str) -> dict[str, Any]:
@@ -159,9 +158,17 @@ def test_results_print_as_tables() -> None:
     found = shoal.load_run  # Printed by what is told, not by how it is stored.
     assert found.__doc__ is not None
     certificate = shoal.Certificate(
-        job="mine", strategy="dp(2)", world=2, contract="exact", passed=True, max_rel_diff=2e-15, tolerance=1e-10,
-        worst="w", ledger_matches=True, steps=3,
-    )  # fmt: skip
+        job="mine",
+        strategy="dp(2)",
+        world=2,
+        contract="exact",
+        passed=True,
+        max_rel_diff=2e-15,
+        tolerance=1e-10,
+        worst="w",
+        ledger_matches=True,
+        steps=3,
+    )
     assert repr(certificate).startswith("PASSED: mine under dp(2) on 2 ranks\n")
     assert "<table>" in certificate._repr_html_()
 

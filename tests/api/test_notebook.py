@@ -20,9 +20,13 @@ def test_the_notebook_verifies_plans_trains_and_predicts(tmp_path: Path) -> None
     pytest.importorskip("ipykernel", reason="ipykernel is not installed: pip install 'shoal[notebooks]'")
     words = ["--to", "notebook", "--execute", "--ExecutePreprocessor.timeout=100", "--output-dir", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-m", "nbconvert", *words, "--output", "done", str(NOTEBOOK)], capture_output=True, text=True,
-        timeout=115, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [sys.executable, "-m", "nbconvert", *words, "--output", "done", str(NOTEBOOK)],
+        capture_output=True,
+        text=True,
+        timeout=115,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     cells = [cell for cell in json.loads((tmp_path / "done.ipynb").read_text())["cells"] if cell["cell_type"] == "code"]
     printed = []

@@ -74,25 +74,46 @@ def test_what_the_engine_adds_is_what_is_left() -> None:
         for case in cases()
     ]
     rows += [{"kind": "SGD", "shape": [size], "forward_s": [1e-5] * 4, "backward_s": [0.0] * 4} for size in (10, 1000)]
-    passes = {"replicated": 5e-4, "sharded": 2e-3, "tensor": 1.5e-3, "ring": 1.3e-3, "pipeline": 1e-3,
-              "sync norms": 9e-4, "local norms": 1e-4}  # fmt: skip
+    passes = {
+        "replicated": 5e-4,
+        "sharded": 2e-3,
+        "tensor": 1.5e-3,
+        "ring": 1.3e-3,
+        "pipeline": 1e-3,
+        "sync norms": 9e-4,
+        "local norms": 1e-4,
+    }
     took = {"plain": 4e-4, "one memory": 1.7e-3}
     for kind, pass_s in passes.items():
         took |= {kind: 1e-3 + pass_s, f"{kind}, many": 1e-3 + 9 * pass_s}
     measured = {
-        "operators": rows, "byte_s": [1e-10] * 4, "background_byte_s": [1e-9] * 4,
+        "operators": rows,
+        "byte_s": [1e-10] * 4,
+        "background_byte_s": [1e-9] * 4,
         "overheads": {name: [each] * 4 for name, each in took.items()},
         "counts": {"passes": 8, "crossings": 20, "gathers": 15, "attentions": 4, "norms": 8},
-        "optimizers": ["SGD"], "ranks": 2,
-    }  # fmt: skip
+        "optimizers": ["SGD"],
+        "ranks": 2,
+    }
     found, errors = machine_of(measured, {"all_reduce": Curve((1.0, 1e6), (1e-4, 1e-4))})
-    assert found.overheads == pytest.approx({
-        "step_s": 1e-3 - 1e-4 - 1e-5, "pass_s": 1e-4, "shared_s": 3e-4, "action_s": (1e-3 - 2e-4) / 2, "gather_s": 1e-4,
-        "ring_s": 2e-4, "norm_s": 1e-4, "crossing_s": 5e-5,
-    }, rel=1e-3)  # fmt: skip
+    assert found.overheads == pytest.approx(
+        {
+            "step_s": 1e-3 - 1e-4 - 1e-5,
+            "pass_s": 1e-4,
+            "shared_s": 3e-4,
+            "action_s": (1e-3 - 2e-4) / 2,
+            "gather_s": 1e-4,
+            "ring_s": 2e-4,
+            "norm_s": 1e-4,
+            "crossing_s": 5e-5,
+        },
+        rel=1e-3,
+    )
     assert found.memory_bytes_per_s == pytest.approx(1e10)
     assert set(errors) == set(found.products) == {"linear", "convolution", "attention"}
     kinds = [case.kind for case in cases()]
     assert [kinds.count(kind) for kind in ("linear", "convolution", "attention")] == [
-        len(LINEAR), len(CONVOLUTION), len(ATTENTION)
-    ]  # fmt: skip
+        len(LINEAR),
+        len(CONVOLUTION),
+        len(ATTENTION),
+    ]

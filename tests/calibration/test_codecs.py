@@ -11,8 +11,24 @@ from shoal.calibration import codecs
 from shoal.comm.compress.method import Method
 from shoal.strategy.terms.compress import int8, powersgd, topk
 
-VIEWS = {"view", "_unsafe_view", "slice", "split", "split_with_sizes", "unbind", "t", "expand", "detach", "alias",
-         "select", "unsqueeze", "transpose", "empty", "empty_like", "new_empty"}  # fmt: skip
+VIEWS = {
+    "view",
+    "_unsafe_view",
+    "slice",
+    "split",
+    "split_with_sizes",
+    "unbind",
+    "t",
+    "expand",
+    "detach",
+    "alias",
+    "select",
+    "unsqueeze",
+    "transpose",
+    "empty",
+    "empty_like",
+    "new_empty",
+}
 
 
 MULTIPLY_ADDS = 5

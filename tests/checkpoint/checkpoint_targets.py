@@ -94,9 +94,15 @@ def engine_for(
     strategy = parse(text)
     mesh = Mesh([(axis.name, axis.size) for axis in strategy.axes], rank=rank, backend="shoal-gloo")
     return parallelize(
-        model, strategy, mesh, optimizer=OPTIMIZERS[optimizer], clip=0.5, bucket_bytes=4000,
-        options=lambda name, param: {"weight_decay": 0.0} if param.dim() < 2 else {}, **options,
-    )  # fmt: skip
+        model,
+        strategy,
+        mesh,
+        optimizer=OPTIMIZERS[optimizer],
+        clip=0.5,
+        bucket_bytes=4000,
+        options=lambda name, param: {"weight_decay": 0.0} if param.dim() < 2 else {},
+        **options,
+    )
 
 
 def train(engine: Engine, first: int, steps: int, *, batch: int = 12) -> list[float]:
@@ -161,8 +167,14 @@ def fill_the_disk(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
         except CheckpointFailed as error:
             left = sorted(path.name for path in Path(arguments["folder"]).iterdir())
             losses = train(engine, 1, 1)
-            return {"step": step, "text": str(error), "errno": error.errno, "left": left, "losses": losses,
-                    "last_good": str(error.last_good)}  # fmt: skip
+            return {
+                "step": step,
+                "text": str(error),
+                "errno": error.errno,
+                "left": left,
+                "losses": losses,
+                "last_good": str(error.last_good),
+            }
     raise AssertionError
 
 

@@ -17,9 +17,35 @@ from pathlib import Path
 from typing import Any
 
 ODD: list[Any] = [
-    -1, 0, 1, 2, 3, 7, 10**9, 2**63, 10**40, -(10**9), 0.5, 1e999, float("nan"), True, None, "", "1", "float16",
-    "complex64", "../x", "rank-00000.safetensors", "rank-00001.safetensors", [], [1], [0], [[1]], {}, {"float": "inf"},
-]  # fmt: skip
+    -1,
+    0,
+    1,
+    2,
+    3,
+    7,
+    10**9,
+    2**63,
+    10**40,
+    -(10**9),
+    0.5,
+    1e999,
+    float("nan"),
+    True,
+    None,
+    "",
+    "1",
+    "float16",
+    "complex64",
+    "../x",
+    "rank-00000.safetensors",
+    "rank-00001.safetensors",
+    [],
+    [1],
+    [0],
+    [[1]],
+    {},
+    {"float": "inf"},
+]
 
 
 def mutate(path: Path, chance: random.Random) -> str:
@@ -193,9 +219,14 @@ def sign(path: Path, manifest: Any = None) -> None:
 
 
 def try_many(
-    originals: list[Path], folder: Path, read: Callable[[Path], Any], refused: type[Exception] | tuple[Any, ...], *,
-    seed: int, count: int,
-) -> dict[str, Any]:  # fmt: skip
+    originals: list[Path],
+    folder: Path,
+    read: Callable[[Path], Any],
+    refused: type[Exception] | tuple[Any, ...],
+    *,
+    seed: int,
+    count: int,
+) -> dict[str, Any]:
     """Counts what was refused and what was read as before; lists everything else."""
     chance, right = random.Random(seed), [read(path) for path in originals]
     found: dict[str, Any] = {"refused": 0, "identical": 0, "wrong": []}

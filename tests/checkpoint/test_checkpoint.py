@@ -48,8 +48,14 @@ RESTORED_BY = [
     "dp(2) * dp(2, zero=3)",
     "dp(2, zero=2) * dp(2)",
 ]
-OTHERS = [("amsgrad", "float64"), ("sgd", "float64"), ("momentum", "float64"), ("nadam", "float64"),
-          ("adamw", "float32"), ("adamw", "bfloat16")]  # fmt: skip
+OTHERS = [
+    ("amsgrad", "float64"),
+    ("sgd", "float64"),
+    ("momentum", "float64"),
+    ("nadam", "float64"),
+    ("adamw", "float32"),
+    ("adamw", "bfloat16"),
+]
 
 
 def world_of(strategy: str) -> int:

@@ -68,9 +68,15 @@ class Turning(nn.Module):
 
 def ready(optimizer: Any, model: Any = lambda: nn.Linear(3, 4), **options: Any) -> Prepared:
     job = Job(
-        name="savable", model=model, train=TensorData(x=torch.ones(4, 3)), optimizer=optimizer, global_batch=2, steps=3,
-        loss=lambda out, batch: (out.square().sum(), len(out)), **options,
-    )  # fmt: skip
+        name="savable",
+        model=model,
+        train=TensorData(x=torch.ones(4, 3)),
+        optimizer=optimizer,
+        global_batch=2,
+        steps=3,
+        loss=lambda out, batch: (out.square().sum(), len(out)),
+        **options,
+    )
     return prepare(job, parse("dp(1)"), rank=0, backend=None)
 
 

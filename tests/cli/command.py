@@ -45,9 +45,14 @@ class Place:
         """The same for any call of the interpreter."""
         done = subprocess.run(
             [sys.executable, *words],
-            cwd=self.folder, env=self.environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=timeout_s, check=False,
-        )  # fmt: skip
+            cwd=self.folder,
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
         self.require_clean()
         return done
 
@@ -56,8 +61,12 @@ class Place:
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(
             [*COMMAND, *words],
-            cwd=self.folder, env=self.environment(), text=True, start_new_session=True, **{**streams, **options},
-        )  # fmt: skip
+            cwd=self.folder,
+            env=self.environment(),
+            text=True,
+            start_new_session=True,
+            **{**streams, **options},
+        )
 
     def processes(self) -> list[psutil.Process]:
         """Everything that a command of this test has started and that still runs."""

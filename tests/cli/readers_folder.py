@@ -67,9 +67,14 @@ def space(trial):
 """
 
 LLAMA = {
-    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 32,
-}  # fmt: skip
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
 
 FINETUNE = """
 from shoal.job import TextData, from_transformers

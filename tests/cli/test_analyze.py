@@ -41,9 +41,15 @@ def test_it_prints_layers_totals_axes_bounds_and_algorithms(shoal: Shoal) -> Non
     done = shoal("analyze", "vgg16", "--batch", "16")
     assert (done.status, done.err) == (0, "")
     for part in (
-        "vgg16  138 M parameters, batch 16", "3x3, 64 -> 128 on 16 x 112x112", "W/D", "16 samples in the batch",
-        "1,000,000", "max(W/p, D) <= T <= W/p + D", "winograd F(4, 3)", "best by depth",
-    ):  # fmt: skip
+        "vgg16  138 M parameters, batch 16",
+        "3x3, 64 -> 128 on 16 x 112x112",
+        "W/D",
+        "16 samples in the batch",
+        "1,000,000",
+        "max(W/p, D) <= T <= W/p + D",
+        "winograd F(4, 3)",
+        "best by depth",
+    ):
         assert part in done.out
     assert "Unknown" not in done.out
 

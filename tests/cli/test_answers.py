@@ -12,8 +12,18 @@ import pytest
 from cli.command import Place
 
 SUBCOMMANDS = (
-    "explain", "analyze", "taxonomy", "plan", "simulate", "validate", "train", "verify", "calibrate", "launch", "demo",
-)  # fmt: skip
+    "explain",
+    "analyze",
+    "taxonomy",
+    "plan",
+    "simulate",
+    "validate",
+    "train",
+    "verify",
+    "calibrate",
+    "launch",
+    "demo",
+)
 
 WITHOUT_TORCH = [
     ("--help",),
@@ -52,8 +62,13 @@ def test_it_answers_within_a_second_and_without_torch(words: tuple[str, ...], pl
         start_s = time.perf_counter()
         done = subprocess.run(
             [sys.executable, "-c", TELLING_MODULES, *words],
-            env=place.environment(), cwd=place.folder, capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+            env=place.environment(),
+            cwd=place.folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         times_s.append(time.perf_counter() - start_s)
         assert done.stderr.splitlines()[-1].split() == ["loaded:"]
         if times_s[-1] < 1.0:

@@ -27,8 +27,16 @@ def test_what_it_wrote_is_what_a_training_uses(shoal: Shoal, tmp_path: Path, mon
     assert done.status == 0, done.err
     assert "measuring collectives and links: 100%" in done.err
     assert "measuring operators: 100%" in done.err
-    for words in ("all-reduce", "64 KB", "gloo", "inside a host: ", " a message, ", "B/s", "(TCP on loopback)",
-                  "all-reduce of 2 ranks: "):  # fmt: skip
+    for words in (
+        "all-reduce",
+        "64 KB",
+        "gloo",
+        "inside a host: ",
+        " a message, ",
+        "B/s",
+        "(TCP on loopback)",
+        "all-reduce of 2 ranks: ",
+    ):
         assert words in done.out
     assert f"written to {path}" in done.err
     tables = tomllib.loads(path.read_text())

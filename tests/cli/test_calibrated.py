@@ -100,8 +100,22 @@ def rows_of(path: Path, *, host_s: float, number: int = 12) -> None:
     """Steps of a framework whose host takes so long for each layer that nothing else shows."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(("id", "layers", "hidden", "heads", "seq", "vocab", "gpu", "gpus", "micro_batch",
-                         "global_batch", "framework", "step_s"))  # fmt: skip
+        writer.writerow(
+            (
+                "id",
+                "layers",
+                "hidden",
+                "heads",
+                "seq",
+                "vocab",
+                "gpu",
+                "gpus",
+                "micro_batch",
+                "global_batch",
+                "framework",
+                "step_s",
+            )
+        )
         for row in range(number):
             layers = 8 + 4 * row
             seconds = 4 * layers * 2.5 * host_s

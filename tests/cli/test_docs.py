@@ -26,8 +26,14 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOMS = sorted(folder.name for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists())
 AXES = r"(?:dp|pp|tp|cp|ep|spatial|ensemble|recompute|amp|offload|accumulate)\("
 ELSEWHERE = {
-    "mine.py", "gpt.py", "mixtral.py", "script.py", "bf16_optimizer.py", "modeling_llama.py", "zero_to_fp32.py",
-}  # fmt: skip
+    "mine.py",
+    "gpt.py",
+    "mixtral.py",
+    "script.py",
+    "bf16_optimizer.py",
+    "modeling_llama.py",
+    "zero_to_fp32.py",
+}
 """Files of the reader's, and of other projects."""
 
 all_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

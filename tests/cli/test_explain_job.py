@@ -106,8 +106,11 @@ def test_the_layout_is_one_object(steps: str, shoal: Shoal) -> None:
         assert sum(row["cost_share"] for row in rows) == pytest.approx(1.0)
     assert len(found["tensor"]["regions"]) == 6
     assert found["tensor"]["regions"][0] == {
-        "kind": "features", "parts": 32, "columns": ["steps.0.up"], "rows": ["steps.0.down"],
-    }  # fmt: skip
+        "kind": "features",
+        "parts": 32,
+        "columns": ["steps.0.up"],
+        "rows": ["steps.0.down"],
+    }
     assert found["sequence"]["may_be_cut"] is False
     assert "attention" in found["sequence"]["why_not"]
     assert found["experts"]["layers"] == []

@@ -105,13 +105,20 @@ def test_under_torchrun_the_ranks_check_the_layout_themselves(place: Place, tmp_
 
 @pytest.mark.timeout(60)
 def test_under_torchrun_one_rank_checks_its_job_too(place: Place, tmp_path: Path) -> None:
-    hooked = JOB.replace("BROKEN", "False").replace("job = Job(", """
+    hooked = (
+        JOB.replace("BROKEN", "False")
+        .replace(
+            "job = Job(",
+            """
 def model():
     line = nn.Linear(6, 6)
     line.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     return line
 
-job = Job(""").replace("lambda: nn.Sequential(nn.Linear(6, 6), Layer(0), Layer(1))", "model")
+job = Job(""",
+        )
+        .replace("lambda: nn.Sequential(nn.Linear(6, 6), Layer(0), Layer(1))", "model")
+    )
     (tmp_path / "notes.py").write_text(hooked, encoding="utf-8")
     alone = [argument.replace("2", "1") if argument.isdigit() else argument for argument in TORCHRUN]
     done = place.run(*alone, "train", "notes.py", "--folder", "hooked")

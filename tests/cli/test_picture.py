@@ -64,7 +64,12 @@ def test_a_picture_that_cannot_be_drawn_is_explained(words: tuple[str, ...], exp
 def test_a_picture_needs_neither_torch_nor_numpy(place: Place) -> None:
     done = subprocess.run(
         [sys.executable, "-c", TELLING_MODULES, "explain", "dp(2) * cp(2) * tp(2) * ep(2)", "--picture", "a.svg"],
-        env=place.environment(), cwd=place.folder, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        env=place.environment(),
+        cwd=place.folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0
     assert done.stderr.splitlines()[-1].split() == ["loaded:"]

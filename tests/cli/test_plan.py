@@ -48,23 +48,26 @@ def test_json_and_page_tell_the_same_plans(place: Place) -> None:
         assert outside not in page
 
 
-@pytest.mark.parametrize(("words", "expected"), [
-    (("gpt:175b", "-c", "dgx-a100", "-n", "8"), "misses by"),
-    (("gpt:17b", "-c", "dgx-a100"), "did you mean 'gpt:175b'"),
-    (("gpt:1.3b", "-c", "dgx-a10"), "did you mean"),
-    (("gpt:1.3b", "-c", "impossible.toml"), "gb_per_s of level 1 is -3"),
-    (("gpt:1.3b", "-c", "missing.toml"), "name a file"),
-    (("gpt:1.3b", "-c", "dgx-a100", "-n", "12"), "do not fill"),
-    (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--batch", "many"), "expected sequences"),
-    (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--by", "luck"), "expected one of time, step, cost"),
-    (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--precision", "fp4"), "expected bf16"),
-    (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--sync", "hogwild()"), "try auto, asp(), ssp(3), bmuf(50)"),
-    (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--pilot", "nothing.csv"), "nothing.csv"),
-    (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--run"), "--run trains a job"),
-    (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--watts", "-3"), "--watts -3"),
-    (("gpt:1.3b", "-c", "plain.toml", "--kwh-price", "0.2"), "give --watts"),
-    (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--html", "no/such/folder/x.html"), "--html"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("gpt:175b", "-c", "dgx-a100", "-n", "8"), "misses by"),
+        (("gpt:17b", "-c", "dgx-a100"), "did you mean 'gpt:175b'"),
+        (("gpt:1.3b", "-c", "dgx-a10"), "did you mean"),
+        (("gpt:1.3b", "-c", "impossible.toml"), "gb_per_s of level 1 is -3"),
+        (("gpt:1.3b", "-c", "missing.toml"), "name a file"),
+        (("gpt:1.3b", "-c", "dgx-a100", "-n", "12"), "do not fill"),
+        (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--batch", "many"), "expected sequences"),
+        (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--by", "luck"), "expected one of time, step, cost"),
+        (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--precision", "fp4"), "expected bf16"),
+        (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--sync", "hogwild()"), "try auto, asp(), ssp(3), bmuf(50)"),
+        (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--pilot", "nothing.csv"), "nothing.csv"),
+        (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--run"), "--run trains a job"),
+        (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--watts", "-3"), "--watts -3"),
+        (("gpt:1.3b", "-c", "plain.toml", "--kwh-price", "0.2"), "give --watts"),
+        (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--html", "no/such/folder/x.html"), "--html"),
+    ],
+)
 def test_what_cannot_be_planned_is_refused_in_a_sentence(words: tuple[str, ...], expected: str, place: Place) -> None:
     bad = 'device = "A100 SXM4 80GB"\n[[level]]\nranks = 8\ngb_per_s = -3\n'
     (place.folder / "impossible.toml").write_text(bad, encoding="utf-8")
@@ -86,8 +89,9 @@ def test_local_steps_are_planned_and_simulated(place: Place) -> None:
     assert family["contract"] == "statistical"
     assert any("every doubling of the period" in line for line in told["assumptions"])
     assert told["link"][-1].startswith("So: ")
-    ran = place.shoal("simulate", "gpt2:medium", "-c", "dgx-a100", "--strategy", family["strategy"], "--batch", "64",
-                         "--json")  # fmt: skip
+    ran = place.shoal(
+        "simulate", "gpt2:medium", "-c", "dgx-a100", "--strategy", family["strategy"], "--batch", "64", "--json"
+    )
     found = json.loads(ran.stdout)
     assert found["undisturbed_s"] == pytest.approx(family["step_s"], rel=1e-6)
 

@@ -53,11 +53,20 @@ def test_more_ranks_than_the_strategy_needs_are_refused(shoal: Shoal) -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("--steps", "0"), ("--steps", "-3"), ("--steps", "many"), ("--batch", "0"), ("--batch", "-24"),
-        ("--seed", "-1"), ("--ranks", "0"), ("--checkpoint-every", "-1"), ("--hang-after", "0"),
-        ("--backend", "smoke"), ("--size", "huge"), ("--nonsense", "1"),
+        ("--steps", "0"),
+        ("--steps", "-3"),
+        ("--steps", "many"),
+        ("--batch", "0"),
+        ("--batch", "-24"),
+        ("--seed", "-1"),
+        ("--ranks", "0"),
+        ("--checkpoint-every", "-1"),
+        ("--hang-after", "0"),
+        ("--backend", "smoke"),
+        ("--size", "huge"),
+        ("--nonsense", "1"),
     ],
-)  # fmt: skip
+)
 def test_an_option_out_of_range_is_named(option: str, value: str, shoal: Shoal) -> None:
     done = shoal("train", "language", "--strategy", "dp(2)", option, value)
     assert done.status == 2
@@ -147,7 +156,7 @@ def test_options_of_a_file_count_where_the_command_line_has_none(shoal: Shoal, t
     given = json.loads((tmp_path / "run" / "run.json").read_text())["arguments"]
     found = {name: given[name] for name in ("job", "steps", "checkpoint_every", "set")}
     assert found == {"job": job, "steps": 2, "checkpoint_every": 1, "set": {"clip": 0.5}}
-    (tmp_path / "own.toml").write_text('stesp = 3\n')
+    (tmp_path / "own.toml").write_text("stesp = 3\n")
     done = shoal("train", job, "--config", "own.toml")
     assert done.status == 2
     assert "--config own.toml: no option 'stesp' (did you mean 'steps'?)" in done.err

@@ -14,9 +14,24 @@ PIPELINE = 'pp(4, micro=8) * dp(2, zero=1) * tp(2) * amp("bf16")'
 
 def test_it_plays_a_strategy_and_draws_it(place: Place) -> None:
     done = place.shoal(
-        "simulate", "gpt:1.3b", "-s", PIPELINE, "-c", "dgx-a100", "--straggler", "rank 3: 2x", "--noise", "0.01",
-        "--steps", "3", "--perfetto", "trace.json", "--svg", "timeline.svg", "--json",
-    )  # fmt: skip
+        "simulate",
+        "gpt:1.3b",
+        "-s",
+        PIPELINE,
+        "-c",
+        "dgx-a100",
+        "--straggler",
+        "rank 3: 2x",
+        "--noise",
+        "0.01",
+        "--steps",
+        "3",
+        "--perfetto",
+        "trace.json",
+        "--svg",
+        "timeline.svg",
+        "--json",
+    )
     told = json.loads(done.stdout)
     assert told["ranks"] == 16
     assert len(told["step_s"]) == 3
@@ -36,19 +51,22 @@ def test_sixteen_thousand_ranks_answer_without_torch(place: Place) -> None:
     assert done.stdout.splitlines()[-1] == "False"
 
 
-@pytest.mark.parametrize(("words", "expected"), [
-    (("-s", "tp(3)"), "do not divide by 3"),
-    (("-s", "spatial(2)"), "no image planes"),
-    (("-s", "dp(2, compress=threshold(0.01))"), "there is no estimate"),
-    (("-s", PIPELINE, "-n", "32"), "needs 16 ranks"),
-    (("-s", PIPELINE, "--straggler", "rank 17: 2x"), "ranks 0 to 15"),
-    (("-s", PIPELINE, "--straggler", "many"), "expected who and how much"),
-    (("-s", PIPELINE, "--straggler", "all: 20 ms"), "give a factor"),
-    (("-s", PIPELINE, "--link", "many"), "expected RANK:NUMBER"),
-    (("-s", PIPELINE, "--link", "1:0"), "expected a part above 0"),
-    (("-s", PIPELINE, "--mtbf-hours", "0"), "expected hours above 0"),
-    (("-s", PIPELINE, "--svg", "no/such/folder.svg"), "--svg"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("-s", "tp(3)"), "do not divide by 3"),
+        (("-s", "spatial(2)"), "no image planes"),
+        (("-s", "dp(2, compress=threshold(0.01))"), "there is no estimate"),
+        (("-s", PIPELINE, "-n", "32"), "needs 16 ranks"),
+        (("-s", PIPELINE, "--straggler", "rank 17: 2x"), "ranks 0 to 15"),
+        (("-s", PIPELINE, "--straggler", "many"), "expected who and how much"),
+        (("-s", PIPELINE, "--straggler", "all: 20 ms"), "give a factor"),
+        (("-s", PIPELINE, "--link", "many"), "expected RANK:NUMBER"),
+        (("-s", PIPELINE, "--link", "1:0"), "expected a part above 0"),
+        (("-s", PIPELINE, "--mtbf-hours", "0"), "expected hours above 0"),
+        (("-s", PIPELINE, "--svg", "no/such/folder.svg"), "--svg"),
+    ],
+)
 def test_what_cannot_be_played_is_refused_in_a_sentence(words: tuple[str, ...], expected: str, place: Place) -> None:
     done = place.shoal("simulate", "gpt:1.3b", "-c", "dgx-a100", *words)
     assert done.returncode == 2

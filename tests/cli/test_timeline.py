@@ -86,7 +86,12 @@ def test_a_timeline_that_cannot_be_drawn_is_explained(
 def test_a_timeline_needs_neither_torch_nor_numpy(place: Place) -> None:
     done = subprocess.run(
         [sys.executable, "-c", TELLING_MODULES, "explain", ASKED, "--timeline"],
-        env=place.environment(), cwd=place.folder, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        env=place.environment(),
+        cwd=place.folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0
     assert done.stderr.splitlines()[-1].split() == ["loaded:"]

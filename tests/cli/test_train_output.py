@@ -84,8 +84,10 @@ def test_without_a_terminal_progress_is_plain_lines(shoal: Shoal, tmp_path: Path
     assert lines[0] == "checking the strategy, once: two steps in float64 under dp(2)"
     assert lines[1].startswith("step 1/12  loss ")
     assert [line.split(":")[0] for line in lines if line.startswith("validation")] == [
-        "validation at step 4", "validation at step 8", "validation at step 12"
-    ]  # fmt: skip
+        "validation at step 4",
+        "validation at step 8",
+        "validation at step 12",
+    ]
     assert sum(line.startswith("checkpoint runs/") for line in lines) == 2
     assert "\x1b" not in done.err + done.out
     assert "finished after 12 steps" in done.out
@@ -146,9 +148,13 @@ def test_on_a_terminal_a_bar_shows_loss_speed_memory_and_time_left(place: Place,
     mine, theirs = pty.openpty()
     process = subprocess.Popen(
         [*COMMAND, "train", "language:tiny", "--steps", "40", "--strategy", "dp(2)", "--folder", "run"],
-        cwd=tmp_path, env={**place.environment(), "TERM": "xterm"}, stdin=theirs, stdout=theirs, stderr=theirs,
+        cwd=tmp_path,
+        env={**place.environment(), "TERM": "xterm"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
         start_new_session=True,
-    )  # fmt: skip
+    )
     os.close(theirs)
     shown = read_terminal(mine, process)
     place.require_clean()
@@ -175,6 +181,10 @@ def read_terminal(descriptor: int, process: subprocess.Popen[bytes]) -> str:
 def test_the_command_and_the_module_are_the_same(place: Place) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import sys; sys.argv = ['shoal', '--help']; from shoal.cli.main import run; run()"],
-        env=place.environment(), capture_output=True, text=True, timeout=30, check=False,
-    )  # fmt: skip
+        env=place.environment(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
     assert done.stdout.splitlines()[2:] == place.shoal("--help").stdout.splitlines()[2:]

@@ -62,11 +62,16 @@ def test_bad_files_are_refused_in_a_sentence(shoal: Shoal, tmp_path: Path) -> No
 
 
 def test_it_needs_no_torch(place: Place, tmp_path: Path) -> None:
-    code = "import sys; sys.argv = ['shoal', 'validate', sys.argv[1]]\nfrom shoal.cli.main import run\n" \
-           "try: run()\nfinally: print('torch' in sys.modules)"  # fmt: skip
+    code = (
+        "import sys; sys.argv = ['shoal', 'validate', sys.argv[1]]\nfrom shoal.cli.main import run\n"
+        "try: run()\nfinally: print('torch' in sys.modules)"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", code, written(tmp_path)], env=place.environment(), capture_output=True, text=True,
+        [sys.executable, "-c", code, written(tmp_path)],
+        env=place.environment(),
+        capture_output=True,
+        text=True,
         timeout=60,
         check=False,
-    )  # fmt: skip
+    )
     assert done.stdout.splitlines()[-1] == "False", done.stderr

@@ -57,12 +57,19 @@ def test_every_device_names_the_origin_of_its_figures_and_measures_below_its_pea
             assert rate < each.peak(precision)
 
 
-@pytest.mark.parametrize(("given", "found"), [
-    ("a100 sxm4 80gb", "A100 SXM4 80GB"), ("NVIDIA H100", "H100 SXM5 80GB"), ("H800", "H100 SXM5 80GB"),
-    ("V100 32GB", "V100 SXM2 32GB"), ("GB200", "GB200 (per GPU)"), ("B200", "B200 SXM"),
-    ("MI250X", "MI250X (whole OAM = 2 GCDs)"),
-    ("A100 40GB", "A100 SXM4 40GB"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("a100 sxm4 80gb", "A100 SXM4 80GB"),
+        ("NVIDIA H100", "H100 SXM5 80GB"),
+        ("H800", "H100 SXM5 80GB"),
+        ("V100 32GB", "V100 SXM2 32GB"),
+        ("GB200", "GB200 (per GPU)"),
+        ("B200", "B200 SXM"),
+        ("MI250X", "MI250X (whole OAM = 2 GCDs)"),
+        ("A100 40GB", "A100 SXM4 40GB"),
+    ],
+)
 def test_devices_are_found_by_the_names_people_write(given: str, found: str) -> None:
     assert device(given).name == found
 
@@ -88,17 +95,24 @@ def test_a_file_may_describe_its_own_device(tmp_path: Path) -> None:
     assert found.matmul("bf16") == 80e12
 
 
-@pytest.mark.parametrize(("old", "new", "told"), [
-    ("devices = 32", "devices = 30", r"30 devices, but its levels join 8 x 4 = 32"),
-    ("gb_per_s = 25", "gb_per_s = 0", r"gb_per_s of level 2 is 0; expected a finite number above 0"),
-    ("gb_per_s = 300", "gb_per_s = -3", r"gb_per_s of level 1 is -3"),
-    ("latency_us = 7", "latency_us = -1", r"latency_us of level 1 is -1"),
-    ("latency_us = 7", "latency_ms = 7", r"level 1 has an unknown key 'latency_ms' \(did you mean 'latency_us'\?\)"),
-    ("ranks = 8", "ranks = 2.5", r"ranks of level 1 is 2.5; expected a whole number"),
-    ('device = "A100 SXM4 80GB"', 'device = "abacus"', r"no device is called 'abacus'"),
-    ("[[level]]", "[[lever]]", r"unknown key 'lever' \(did you mean 'level'\?\)"),
-    ("devices = 32", "devices = ", r"is not TOML"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("devices = 32", "devices = 30", r"30 devices, but its levels join 8 x 4 = 32"),
+        ("gb_per_s = 25", "gb_per_s = 0", r"gb_per_s of level 2 is 0; expected a finite number above 0"),
+        ("gb_per_s = 300", "gb_per_s = -3", r"gb_per_s of level 1 is -3"),
+        ("latency_us = 7", "latency_us = -1", r"latency_us of level 1 is -1"),
+        (
+            "latency_us = 7",
+            "latency_ms = 7",
+            r"level 1 has an unknown key 'latency_ms' \(did you mean 'latency_us'\?\)",
+        ),
+        ("ranks = 8", "ranks = 2.5", r"ranks of level 1 is 2.5; expected a whole number"),
+        ('device = "A100 SXM4 80GB"', 'device = "abacus"', r"no device is called 'abacus'"),
+        ("[[level]]", "[[lever]]", r"unknown key 'lever' \(did you mean 'level'\?\)"),
+        ("devices = 32", "devices = ", r"is not TOML"),
+    ],
+)
 def test_an_impossible_file_is_refused_in_one_sentence(tmp_path: Path, old: str, new: str, told: str) -> None:
     with pytest.raises(BadCluster, match=told) as refusal:
         read_cluster(written(tmp_path, GOOD.replace(old, new)))

@@ -31,9 +31,17 @@ def cluster_with(tmp_path: Path, outer: str) -> object:
 
 @pytest.mark.parametrize(
     ("read", "text", "value"),
-    [(rate, "10 Gb/s", 1.25e9), (rate, "10 GB/s", 1e10), (rate, "100Gbps", 1.25e10), (rate, "1.5 Tbit/s", 1.875e11),
-     (size, "64 GB", 64e9), (size, "80 GiB", 80 * 2**30), (duration, "7 us", 7e-6), (duration, "0.2 ms", 2e-4)],
-)  # fmt: skip
+    [
+        (rate, "10 Gb/s", 1.25e9),
+        (rate, "10 GB/s", 1e10),
+        (rate, "100Gbps", 1.25e10),
+        (rate, "1.5 Tbit/s", 1.875e11),
+        (size, "64 GB", 64e9),
+        (size, "80 GiB", 80 * 2**30),
+        (duration, "7 us", 7e-6),
+        (duration, "0.2 ms", 2e-4),
+    ],
+)
 def test_units_are_read(read: object, text: str, value: float) -> None:
     assert read(text) == pytest.approx(value)
 
@@ -60,11 +68,13 @@ def test_a_bare_number_that_names_a_network_in_gigabits_is_doubted(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("outer", "said"),
-    [("bandwidth = 10", r"bandwidth of level 2: 10 has no unit"),
-     ('bandwidth = "10 Gb/s"\ngb_per_s = 3', "level 2 has both bandwidth and gb_per_s; give one of them"),
-     ('latency = "7 us"', r"level 2 has no bandwidth; give one with its unit, such as \"200 Gb/s\""),
-     ('bandwidth = "10 Gb/s"\nlatency = "7"', "latency of level 2: '7' has no unit")],
-)  # fmt: skip
+    [
+        ("bandwidth = 10", r"bandwidth of level 2: 10 has no unit"),
+        ('bandwidth = "10 Gb/s"\ngb_per_s = 3', "level 2 has both bandwidth and gb_per_s; give one of them"),
+        ('latency = "7 us"', r"level 2 has no bandwidth; give one with its unit, such as \"200 Gb/s\""),
+        ('bandwidth = "10 Gb/s"\nlatency = "7"', "latency of level 2: '7' has no unit"),
+    ],
+)
 def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, outer: str, said: str) -> None:
     with pytest.raises(BadCluster, match=said):
         cluster_with(tmp_path, outer)

@@ -107,11 +107,12 @@ def test_reduce_scatter(ranks: int) -> None:
             into = [torch.empty(part, dtype=dtype) for _ in range(ranks)]
             peers = group(ranks)
             together(
-                peers, "reduce_scatter",
+                peers,
+                "reduce_scatter",
                 lambda each, g=given, i=into: direct.direct_reduce_scatter(
                     each, Vector(g[each.rank]).parts(each.size), Vector(i[each.rank]), SUM
                 ),
-            )  # fmt: skip
+            )
             assert torch.equal(torch.cat(into), summed(kept))
             assert all(torch.equal(a, b) for a, b in zip(given, kept, strict=True))
             assert counted(peers) == _each_to_each(ranks, into)
@@ -124,11 +125,12 @@ def test_all_gather(ranks: int) -> None:
         into = [torch.empty(ranks * part) for _ in range(ranks)]
         peers = group(ranks)
         together(
-            peers, "all_gather",
+            peers,
+            "all_gather",
             lambda each, g=given, i=into: direct.direct_all_gather(
                 each, Vector(g[each.rank]), Vector(i[each.rank]).parts(each.size)
             ),
-        )  # fmt: skip
+        )
         assert all(torch.equal(result, torch.cat(given)) for result in into)
         assert counted(peers) == _each_to_each(ranks, given)
 
@@ -149,11 +151,12 @@ def test_two_levels_of_reduce_scatter(hosts: int, per_host: int, capacity: int) 
             peers = group(ranks, per_host=per_host, capacity=capacity)
             between = far_bytes(peers)
             together(
-                peers, "reduce_scatter",
+                peers,
+                "reduce_scatter",
                 lambda each, g=given, i=into: two_level_reduce_scatter(
                     each, Vector(g[each.rank]).parts(each.size), Vector(i[each.rank]), SUM
                 ),
-            )  # fmt: skip
+            )
             assert torch.equal(torch.cat(into), summed(kept))
             assert all(torch.equal(a, b) for a, b in zip(given, kept, strict=True))
             assert counted(peers) == _each_to_each(ranks, into)
@@ -170,11 +173,12 @@ def test_two_levels_of_all_gather(hosts: int, per_host: int, capacity: int) -> N
         peers = group(ranks, per_host=per_host, capacity=capacity)
         between = far_bytes(peers)
         together(
-            peers, "all_gather",
+            peers,
+            "all_gather",
             lambda each, g=given, i=into: two_level_all_gather(
                 each, Vector(g[each.rank]), Vector(i[each.rank]).parts(each.size)
             ),
-        )  # fmt: skip
+        )
         assert all(torch.equal(result, torch.cat(given)) for result in into)
         assert counted(peers) == _each_to_each(ranks, given)
         # Each to each, every rank of a host would send to every rank of the others.
@@ -214,9 +218,10 @@ def test_all_to_all_of_uneven_parts(ranks: int) -> None:
     into = [[torch.empty(counts[a][b], dtype=torch.int64) for a in range(ranks)] for b in range(ranks)]
     peers = group(ranks)
     together(
-        peers, "all_to_all",
+        peers,
+        "all_to_all",
         lambda each: direct.direct_all_to_all(each, vectors(given[each.rank]), vectors(into[each.rank])),
-    )  # fmt: skip
+    )
     assert all(torch.equal(into[b][a], given[a][b]) for a in range(ranks) for b in range(ranks))
     between = sum(counts[a][b] for a in range(ranks) for b in range(ranks) if a != b)
     assert counted(peers) == (ranks * (ranks - 1), 8 * between)
@@ -229,15 +234,17 @@ def test_from_and_to_a_root(ranks: int) -> None:
         expected, first = summed(given), given[root].clone()
         parts = [[torch.empty(300, dtype=torch.float64) for _ in range(ranks)] for _ in range(ranks)]
         together(
-            group(ranks), "gather",
+            group(ranks),
+            "gather",
             lambda each, g=given, p=parts, r=root: direct.gather(each, Vector(g[each.rank]), vectors(p[r]), root=r),
-        )  # fmt: skip
+        )
         assert all(torch.equal(a, b) for a, b in zip(parts[root], given, strict=True))
         back = [torch.empty(300, dtype=torch.float64) for _ in range(ranks)]
         together(
-            group(ranks), "scatter",
+            group(ranks),
+            "scatter",
             lambda each, b=back, p=parts, r=root: direct.scatter(each, vectors(p[r]), Vector(b[each.rank]), root=r),
-        )  # fmt: skip
+        )
         assert all(torch.equal(a, b) for a, b in zip(back, given, strict=True))
         peers = group(ranks)
         together(peers, "broadcast", lambda each, b=back, r=root: tree_broadcast(each, Vector(b[each.rank]), root=r))
@@ -302,12 +309,14 @@ def test_two_levels_on_ranks_dealt_to_hosts_in_any_order(data: st.DataObject) ->
     into = [torch.empty(size, dtype=torch.int64) for size in sizes_of]
     whole = [[torch.empty(size, dtype=torch.int64) for size in sizes_of] for _ in dealt]
     together(
-        peers, "reduce_scatter",
+        peers,
+        "reduce_scatter",
         lambda each: two_level_reduce_scatter(each, vectors(given[each.rank]), Vector(into[each.rank]), SUM),
-    )  # fmt: skip
+    )
     together(
-        peers, "all_gather",
+        peers,
+        "all_gather",
         lambda each: two_level_all_gather(each, Vector(into[each.rank]), vectors(whole[each.rank])),
-    )  # fmt: skip
+    )
     expected = [summed([row[part] for row in given]) for part in range(len(dealt))]
     assert all(torch.equal(a, b) for rows in whole for a, b in zip(rows, expected, strict=True))

@@ -73,10 +73,15 @@ def test_sent_and_residual_are_the_gradient(term: terms.CompressTerm, dtype: tor
 
 @pytest.mark.parametrize(
     ("term", "count"),
-    [(terms.topk(0.01), 20), (terms.mstopk(0.01), 20), (terms.randomk(0.01), 20), (terms.gtopk(0.01), 20),
-     (terms.sketch(3, 64), 16)],
+    [
+        (terms.topk(0.01), 20),
+        (terms.mstopk(0.01), 20),
+        (terms.randomk(0.01), 20),
+        (terms.gtopk(0.01), 20),
+        (terms.sketch(3, 64), 16),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_sparse_methods_send_so_many_elements_unchanged(term: terms.CompressTerm, count: int) -> None:
     x, state = normal(40, 50), State()
     total = Method(term).reduce(x, state, Over(), draw())
@@ -251,12 +256,21 @@ def quadratic(method: Method, *, steps: int, rate: float) -> float:
 
 
 RATES = {
-    "int8": ("int8()", 0.5), "topk": ("topk(0.1)", 0.2), "mstopk": ("mstopk(0.1)", 0.2),
-    "hitopk": ("hitopk(0.1)", 0.2), "randomk": ("randomk(0.25)", 0.1), "threshold": ("threshold(0.01)", 0.2),
-    "dgc": ("dgc(0.1)", 0.02), "gtopk": ("gtopk(0.1)", 0.2), "sketch": ("sketch(3, 400)", 0.1),
-    "chunktopk": ("chunktopk(0.1)", 0.2), "demo": ("demo(0.1)", 0.2),
-    "powersgd": ("powersgd(4)", 0.2), "qsgd": ("qsgd(2)", 0.3), "fp16": ("fp16()", 0.5),
-}  # fmt: skip
+    "int8": ("int8()", 0.5),
+    "topk": ("topk(0.1)", 0.2),
+    "mstopk": ("mstopk(0.1)", 0.2),
+    "hitopk": ("hitopk(0.1)", 0.2),
+    "randomk": ("randomk(0.25)", 0.1),
+    "threshold": ("threshold(0.01)", 0.2),
+    "dgc": ("dgc(0.1)", 0.02),
+    "gtopk": ("gtopk(0.1)", 0.2),
+    "sketch": ("sketch(3, 400)", 0.1),
+    "chunktopk": ("chunktopk(0.1)", 0.2),
+    "demo": ("demo(0.1)", 0.2),
+    "powersgd": ("powersgd(4)", 0.2),
+    "qsgd": ("qsgd(2)", 0.3),
+    "fp16": ("fp16()", 0.5),
+}
 """Where another rate than 0.2, or another term than that of the other tests, is needed."""
 
 

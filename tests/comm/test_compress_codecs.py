@@ -34,10 +34,15 @@ def test_a_bit_is_one_bit_and_everything_is_counted() -> None:
     n, scale = 10_000, 32
     sparse = 100 * (32 + 32)
     expected = {
-        terms.sign(): n + 20 * scale, terms.onebit(): n + 40 * scale, terms.qsgd(4): 5 * n + 20 * scale,
-        terms.ternary(): n * 8 // 5 + 20 * scale, terms.int8(): 8 * n + 40 * scale, terms.topk(0.01): sparse,
-        terms.mstopk(0.01): sparse, terms.randomk(0.01): 100 * 32,
-    }  # fmt: skip
+        terms.sign(): n + 20 * scale,
+        terms.onebit(): n + 40 * scale,
+        terms.qsgd(4): 5 * n + 20 * scale,
+        terms.ternary(): n * 8 // 5 + 20 * scale,
+        terms.int8(): 8 * n + 40 * scale,
+        terms.topk(0.01): sparse,
+        terms.mstopk(0.01): sparse,
+        terms.randomk(0.01): 100 * 32,
+    }
     for term, bits in expected.items():
         payload = term.encode(normal(n), draw())
         assert (str(term), payload.numel() * payload.element_size() * 8) == (str(term), bits)

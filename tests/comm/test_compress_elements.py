@@ -58,9 +58,18 @@ def large(kind: str, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "kind",
-    ["normal", "constant", "zeros", "one huge", "few values", "sparse", "heavy tails",
-     "the sample sees only small ones", "the sample sees only large ones"],
-)  # fmt: skip
+    [
+        "normal",
+        "constant",
+        "zeros",
+        "one huge",
+        "few values",
+        "sparse",
+        "heavy tails",
+        "the sample sees only small ones",
+        "the sample sees only large ones",
+    ],
+)
 def test_exactly_k_of_the_largest_in_large_tensors(kind: str, dtype: torch.dtype) -> None:
     x = large(kind, dtype)
     for count in (1, 20, 2_000, 30_000, 150_000, len(x)):

@@ -25,9 +25,20 @@ def test_a_description_is_read() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "4x2", "4x2, 10us", "4, 10us, 1GB/s", "4x2, 10us, 1GB", "4x2, 10, 1GB/s", "0x2, 1us, 1GB/s", "2x2, 1us, 0GB/s",
-     "2x2, 1us, 1GB/s | 1us, 1GB/s | 1us, 1GB/s", "2x2, 1.2.3us, 1GB/s", "-1x2, 1us, 1GB/s"],
-)  # fmt: skip
+    [
+        "",
+        "4x2",
+        "4x2, 10us",
+        "4, 10us, 1GB/s",
+        "4x2, 10us, 1GB",
+        "4x2, 10, 1GB/s",
+        "0x2, 1us, 1GB/s",
+        "2x2, 1us, 0GB/s",
+        "2x2, 1us, 1GB/s | 1us, 1GB/s | 1us, 1GB/s",
+        "2x2, 1.2.3us, 1GB/s",
+        "-1x2, 1us, 1GB/s",
+    ],
+)
 def test_what_cannot_be_read_is_refused_in_words(text: str) -> None:
     with pytest.raises(WrongEmulation, match="--emulate"):
         parse_emulation(text)

@@ -79,9 +79,10 @@ def test_every_all_reduce_of_large_vectors(peers: list[Peers], algorithm: str, d
         given = [numbers(rank, 4 * ELEMENTS, dtype) for rank in range(2)]
         expected = summed(given)
         together(
-            peers, "all_reduce",
+            peers,
+            "all_reduce",
             lambda each, g=given: ALL_REDUCE[algorithm].steps(each, Vector(g[each.rank]), OPERATIONS["sum"]),
-        )  # fmt: skip
+        )
         assert all(torch.equal(result, expected) for result in given)
 
 

@@ -33,7 +33,9 @@ def test_an_element_becomes_a_power_of_two_next_to_it(dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_powers_of_two_and_zero_stay_as_they_are(dtype: torch.dtype) -> None:
-    x = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.5, -2.0**-100, 2.0**100, torch.finfo(dtype).smallest_normal], dtype=dtype)
+    x = torch.tensor(
+        [0.0, -0.0, 1.0, -1.0, 0.5, -(2.0**-100), 2.0**100, torch.finfo(dtype).smallest_normal], dtype=dtype
+    )
     assert torch.equal(coded(x), x)
 
 

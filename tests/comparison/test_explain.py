@@ -76,8 +76,15 @@ def test_a_batch_that_is_too_small_is_told_from_work_that_grows_with_it() -> Non
 
 
 def test_recomputation_is_no_cause_where_activations_would_not_fit() -> None:
-    probed = Probed(samples=4, fixed_s=0.0, growing_s=0.06, update_s=0.0, forward_s=0.03, kept_bytes=6 * 10**9,
-                    memory_bytes=8 * 10**9)  # fmt: skip
+    probed = Probed(
+        samples=4,
+        fixed_s=0.0,
+        growing_s=0.06,
+        update_s=0.0,
+        forward_s=0.03,
+        kept_bytes=6 * 10**9,
+        memory_bytes=8 * 10**9,
+    )
     known: dict[str, Any] = {"probed": probed, "memory_bytes": 10**9}
     names = [each.name for each in causes("recompute('full')", [rank(0.1, forward=0.03)], **known)]
     assert "recompute" not in names
@@ -104,17 +111,29 @@ def run_of(*, reason: str | None = None, losses: tuple[float, ...] = (), strateg
         for n, loss in enumerate(losses, start=1)
     )
     return Run(
-        strategy=strategy, world=2, step_s=0.1, folder=Path("run"), status="failed" if reason else "finished",
-        reason=reason, job="job", contract="exact", seed=0, started="today", steps=steps, **more,
-    )  # fmt: skip
+        strategy=strategy,
+        world=2,
+        step_s=0.1,
+        folder=Path("run"),
+        status="failed" if reason else "finished",
+        reason=reason,
+        job="job",
+        contract="exact",
+        seed=0,
+        started="today",
+        steps=steps,
+        **more,
+    )
 
 
 def test_what_two_runs_set_differently_and_where_their_losses_part() -> None:
     one = run_of(losses=(3.0, 2.5, 2.0), arguments={"emulate": None, "folder": "a"}, environment={"threads": 1})
     other = run_of(
-        losses=(3.0, 2.5, 1.0), strategy="dp(2, zero=3)", arguments={"emulate": "slow", "folder": "b"},
+        losses=(3.0, 2.5, 1.0),
+        strategy="dp(2, zero=3)",
+        arguments={"emulate": "slow", "folder": "b"},
         environment={"threads": 1},
-    )  # fmt: skip
+    )
     assert settings(one, other) == [("strategy", "dp(2)", "dp(2, zero=3)"), ("--emulate", "-", "slow")]
     parts = differences([rank(0.1, wait=0.01)] * 2, [rank(0.2, wait=0.11)] * 2)
     why = in_words(parts, settings(one, other), 0.1)
@@ -135,9 +154,10 @@ def test_a_loss_that_diverged_is_told_from_one_bad_step() -> None:
 def test_out_of_memory_says_what_was_asked_for_and_which_change_fits() -> None:
     reason = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 400000000 bytes. Error code 12"
     fitting = Fitting(
-        now_bytes={"parameters": 10**9, "optimizer": 2 * 10**9}, libraries_bytes=3 * 10**8,
+        now_bytes={"parameters": 10**9, "optimizer": 2 * 10**9},
+        libraries_bytes=3 * 10**8,
         smaller=(("dp(2, zero=1)", 2 * 10**9), ("dp(2, zero=3)", 15 * 10**8)),
-    )  # fmt: skip
+    )
     run = run_of(reason=reason, summary={"memory_limit_bytes": 4 * 10**9, "memory_bytes": 19 * 10**8})
     text = " ".join(why_failed(run, lambda run: fitting))
     assert "400 MB" in text
@@ -247,9 +267,15 @@ def test_unequal_stages_are_named_first_with_the_gain_of_equal_ones(tmp_path: Pa
     times = {}
     for name in ("job", "even"):
         run = shoal.train(
-            f"{path}:{name}", "pp(2, '1f1b', micro=4)", steps=STEPS, global_batch=8, gate=False, checkpoint_every=0,
-            evaluate_every=0, folder=tmp_path / name,
-        )  # fmt: skip
+            f"{path}:{name}",
+            "pp(2, '1f1b', micro=4)",
+            steps=STEPS,
+            global_batch=8,
+            gate=False,
+            checkpoint_every=0,
+            evaluate_every=0,
+            folder=tmp_path / name,
+        )
         times[name] = shoal.explain_run(run, measure=False)
     found = times["job"]
     assert found.causes[0].name == "imbalance", found
@@ -268,9 +294,15 @@ def test_a_cause_in_the_computing_is_named_first(
 ) -> None:
     def of(strategy: str, batch: int) -> Any:
         run = shoal.train(
-            "language:tiny", strategy, steps=30, global_batch=batch, gate=False, checkpoint_every=0, evaluate_every=0,
+            "language:tiny",
+            strategy,
+            steps=30,
+            global_batch=batch,
+            gate=False,
+            checkpoint_every=0,
+            evaluate_every=0,
             folder=tmp_path / f"{strategy}-{batch}".replace("'", ""),
-        )  # fmt: skip
+        )
         return shoal.explain_run(run)
 
     found, removed = of(strategy, batch), of(without, larger)

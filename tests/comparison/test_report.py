@@ -20,34 +20,73 @@ PLOTS = ("deciding", "throughput", "memory", "split", "steps", "scaling", "bytes
 def row(name: str, ranks: int, step_s: float, *, own: bool, verdict: str = "fair") -> dict[str, Any]:
     curve = [[step, step * step_s, 3.0 - step / 40] for step in (10, 20, 30, 40)]
     return {
-        "name": name, "title": "Shoal" if own else "PyTorch DDP", "ranks": ranks, "own": own, "seeds": 2,
-        "key": f"{name}@{ranks}", "failed": [], "same_as": None if own else "dp(2)", "contract": "exact",
-        "step_s": step_s, "time_to_target_s": 30 * step_s, "step_spread_s": 0.001, "samples_per_s": 24 / step_s,
-        "tokens_per_s": 768 / step_s, "quantiles_s": [step_s * f for f in (0.9, 0.95, 1, 1.1, 1.4)],
-        "memory_bytes": 3e7 * ranks, "memory_spread_bytes": 1e6, "final": 2.0, "final_spread": 0.01,
-        "steps_to_target": 30, "reached": 2, "sent_bytes": 171040 if own else None,
-        "predicted_bytes": 171040 if own else None, "utilisation": 0.2,
+        "name": name,
+        "title": "Shoal" if own else "PyTorch DDP",
+        "ranks": ranks,
+        "own": own,
+        "seeds": 2,
+        "key": f"{name}@{ranks}",
+        "failed": [],
+        "same_as": None if own else "dp(2)",
+        "contract": "exact",
+        "step_s": step_s,
+        "time_to_target_s": 30 * step_s,
+        "step_spread_s": 0.001,
+        "samples_per_s": 24 / step_s,
+        "tokens_per_s": 768 / step_s,
+        "quantiles_s": [step_s * f for f in (0.9, 0.95, 1, 1.1, 1.4)],
+        "memory_bytes": 3e7 * ranks,
+        "memory_spread_bytes": 1e6,
+        "final": 2.0,
+        "final_spread": 0.01,
+        "steps_to_target": 30,
+        "reached": 2,
+        "sent_bytes": 171040 if own else None,
+        "predicted_bytes": 171040 if own else None,
+        "utilisation": 0.2,
         "split_s": {name: part * step_s for name, part in (("data", 0.1), ("forward", 0.6), ("communication", 0.3))},
-        "curves": [curve, curve], "losses": [[[n + 1, 5 - n / 20] for n in range(40)]], "timeline_s": [step_s] * 40,
-        "epoch_s": 40 * step_s, "held_bytes": 2e7, "held_back": "30% of the step is x" if own else None,
-        "speedup_own": 1.5, "speedup_best": 1.4, "efficiency": 0.7, "verdict": verdict, "findings": [
+        "curves": [curve, curve],
+        "losses": [[[n + 1, 5 - n / 20] for n in range(40)]],
+        "timeline_s": [step_s] * 40,
+        "epoch_s": 40 * step_s,
+        "held_bytes": 2e7,
+        "held_back": "30% of the step is x" if own else None,
+        "speedup_own": 1.5,
+        "speedup_best": 1.4,
+        "efficiency": 0.7,
+        "verdict": verdict,
+        "findings": [
             {"name": "samples", "kind": "breach", "text": "</script><script>document.title = 'broken'</script>"}
-        ] if verdict == "unfair" else [],
-    }  # fmt: skip
+        ]
+        if verdict == "unfair"
+        else [],
+    }
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
     rows = [
-        row("serial", 1, 0.02, own=True), row("dp(2)", 2, 0.011, own=True), row("torch-ddp", 2, 0.013, own=False),
+        row("serial", 1, 0.02, own=True),
+        row("dp(2)", 2, 0.011, own=True),
+        row("torch-ddp", 2, 0.013, own=False),
         row("<b>unfair</b>", 2, 0.005, own=False, verdict="unfair"),
-    ]  # fmt: skip
+    ]
     job = {
-        "job": "language:tiny", "name": "language:gpt:tiny", "parameters": 42000, "batch": 24, "metric": "loss",
-        "higher": False, "target": 2.3, "rows": rows, "steps": 40, "peak_flops_per_s": 5e10,
-        "absent": [{"name": "horovod", "ranks": 2, "why": "it does not build"}], "samples": 960,
-        "beside": beside(rows), "survey": survey_of(rows, task="gpt2"),
-    }  # fmt: skip
+        "job": "language:tiny",
+        "name": "language:gpt:tiny",
+        "parameters": 42000,
+        "batch": 24,
+        "metric": "loss",
+        "higher": False,
+        "target": 2.3,
+        "rows": rows,
+        "steps": 40,
+        "peak_flops_per_s": 5e10,
+        "absent": [{"name": "horovod", "ranks": 2, "why": "it does not build"}],
+        "samples": 960,
+        "beside": beside(rows),
+        "survey": survey_of(rows, task="gpt2"),
+    }
     return {"question": None, "environment": {"torch": "2.13"}, "machine": {}, "started": "today", "jobs": [job]}
 
 
@@ -106,9 +145,16 @@ def test_a_browser_draws_every_plot_and_sorts_and_filters(
 
 @pytest.mark.parametrize(
     ("text", "kind"),
-    [("dp(2)", "DDP"), ("dp(2, zero=3)", "ZeRO"), ("tp(2)", "intra-layer"), ("pp(2, '1f1b', micro=8)", "inter-layer"),
-     ("serial", "serial"), ("accumulate(8) * recompute('full')", "inter-layer"), ("cp(2)", None)],
-)  # fmt: skip
+    [
+        ("dp(2)", "DDP"),
+        ("dp(2, zero=3)", "ZeRO"),
+        ("tp(2)", "intra-layer"),
+        ("pp(2, '1f1b', micro=8)", "inter-layer"),
+        ("serial", "serial"),
+        ("accumulate(8) * recompute('full')", "inter-layer"),
+        ("cp(2)", None),
+    ],
+)
 def test_strategies_have_their_class_of_the_survey(text: str, kind: str | None) -> None:
     assert class_of(text) == kind
 

@@ -96,8 +96,14 @@ class Late(Replica):
 
 
 FAULTS = {
-    "batch": "global-batch", "seed": "initial-parameters", "order": "samples", "layer": "model",
-    "unused layer": "first-losses", "all-reduce": "replicas", "bf16 state": "optimizer-state",
-    "outer": "outer-optimizer", "compile": "compilation",
-}  # fmt: skip
+    "batch": "global-batch",
+    "seed": "initial-parameters",
+    "order": "samples",
+    "layer": "model",
+    "unused layer": "first-losses",
+    "all-reduce": "replicas",
+    "bf16 state": "optimizer-state",
+    "outer": "outer-optimizer",
+    "compile": "compilation",
+}
 ADAPTERS = {f"unfair-{fault.replace(' ', '-')}": Unfair(fault) for fault in FAULTS}

@@ -21,10 +21,23 @@ from shoal.parallel.context.attention import BY_METHOD, positions
 from shoal.parallel.recompute import _contexts, _kept_products
 
 DEFAULTS = {
-    "method": "ring", "B": 2, "H": 4, "kv": None, "L": 24, "D": 8, "Dv": None, "dtype": "float64", "causal": False,
-    "balanced": False, "mask": None, "scale": None, "layout": "plain", "recompute": None, "mask_gradient": False,
+    "method": "ring",
+    "B": 2,
+    "H": 4,
+    "kv": None,
+    "L": 24,
+    "D": 8,
+    "Dv": None,
+    "dtype": "float64",
+    "causal": False,
+    "balanced": False,
+    "mask": None,
+    "scale": None,
+    "layout": "plain",
+    "recompute": None,
+    "mask_gradient": False,
     "big": 1.0,
-}  # fmt: skip
+}
 
 
 def members_of_all() -> Members:

@@ -38,6 +38,9 @@ def by_own_file(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
         algorithms.append(group.algorithm_of("all_reduce", 4 * size))
     leave()
     return {
-        "network": asdict(network), "backend": me.backend, "algorithms": algorithms, "sums": sums,
+        "network": asdict(network),
+        "backend": me.backend,
+        "algorithms": algorithms,
+        "sums": sums,
         "after": agreed() is None,
-    }  # fmt: skip
+    }

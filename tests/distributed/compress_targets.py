@@ -95,10 +95,14 @@ def reduce_and_account(arguments: dict[str, Any], channel: Channel) -> list[dict
             apart = max(apart, float((got - wanted).abs().max()) / size / torch.finfo(dtype).eps)
         found.append(
             {
-                "digest": digest.hexdigest(), "roundings_apart": apart, "by_hand": by_hand,
-                "ledger": ledger.to_json(), "state": sorted(state), "zeros": float((total == 0).double().mean()),
+                "digest": digest.hexdigest(),
+                "roundings_apart": apart,
+                "by_hand": by_hand,
+                "ledger": ledger.to_json(),
+                "state": sorted(state),
+                "zeros": float((total == 0).double().mean()),
             }
-        )  # fmt: skip
+        )
     return found
 
 

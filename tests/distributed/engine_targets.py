@@ -309,10 +309,15 @@ class ActiveNorm(nn.BatchNorm2d):
             self.num_batches_tracked.add_(1)
             rate = 1.0 / float(self.num_batches_tracked) if self.momentum is None else rate
         y = nn.functional.batch_norm(
-            x, self.running_mean if not self.training or self.track_running_stats else None,
-            self.running_var if not self.training or self.track_running_stats else None, self.weight, self.bias,
-            self.training or self.running_mean is None, rate, self.eps,
-        )  # fmt: skip
+            x,
+            self.running_mean if not self.training or self.track_running_stats else None,
+            self.running_var if not self.training or self.track_running_stats else None,
+            self.weight,
+            self.bias,
+            self.training or self.running_mean is None,
+            rate,
+            self.eps,
+        )
         return torch.nn.functional.silu(y)
 
 
@@ -348,9 +353,13 @@ class OwnStatistics(nn.BatchNorm2d):
 
 
 NORMS: dict[str, Any] = {
-    "active": ActiveNorm, "doubled": Doubled, "sync": nn.SyncBatchNorm, "sync subclass": SyncDoubled, "by hand": ByHand,
+    "active": ActiveNorm,
+    "doubled": Doubled,
+    "sync": nn.SyncBatchNorm,
+    "sync subclass": SyncDoubled,
+    "by hand": ByHand,
     "own statistics": OwnStatistics,
-}  # fmt: skip
+}
 
 
 def norm_layers(arguments: dict[str, Any], channel: Any) -> list[Any]:
@@ -442,6 +451,7 @@ def stop_during_backward(arguments: dict[str, Any], channel: Any) -> list[bool]:
     engine.asked_to_stop = lambda: bool(channel.stop_requested)
     stops = []
     for step in range(3):
+
         def in_backward(gradient: torch.Tensor, step: int = step) -> None:
             if step == 1 and me.rank == 1:
                 channel.ask_to_stop()

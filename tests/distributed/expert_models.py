@@ -11,11 +11,22 @@ from torch import nn
 from distributed.jobs import moe, moe_layers
 
 SMALL = {
-    "hidden_size": 16, "intermediate_size": 12, "moe_intermediate_size": 12, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 32, "num_experts": 4,
-    "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 16, "bos_token_id": 1,
-    "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "moe_intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
 
 def _library(name: str, implementation: str = "eager", **changes: Any) -> nn.Module:
@@ -40,9 +51,12 @@ LANGUAGE = {
     "switch": lambda: _switch(),
 }
 LAYERS = {
-    "awkward": moe_layers.Awkward, "pairs": moe_layers.Pairs, "stacked": moe_layers.Stacked,
-    "drawing": moe_layers.Drawing, "weights apart": partial(moe_layers.Stacked, weights=torch.float32),
-}  # fmt: skip
+    "awkward": moe_layers.Awkward,
+    "pairs": moe_layers.Pairs,
+    "stacked": moe_layers.Stacked,
+    "drawing": moe_layers.Drawing,
+    "weights apart": partial(moe_layers.Stacked, weights=torch.float32),
+}
 
 
 class _Encoder(nn.Module):
@@ -60,9 +74,17 @@ def _switch() -> nn.Module:
     import transformers
 
     config = transformers.SwitchTransformersConfig(
-        vocab_size=32, d_model=16, d_kv=8, d_ff=12, num_layers=2, num_sparse_encoder_layers=1, num_heads=2,
-        num_experts=4, expert_capacity=3, dropout_rate=0.0,
-    )  # fmt: skip
+        vocab_size=32,
+        d_model=16,
+        d_kv=8,
+        d_ff=12,
+        num_layers=2,
+        num_sparse_encoder_layers=1,
+        num_heads=2,
+        num_experts=4,
+        expert_capacity=3,
+        dropout_rate=0.0,
+    )
     model = transformers.SwitchTransformersEncoderModel(config).encoder
     for module in model.modules():
         if type(module).__name__ == "SwitchTransformersTop1Router":

@@ -39,9 +39,10 @@ def update_of_the_wrong_owner(arguments: dict[str, Any], channel: Any) -> Any:
         each = self.classes[0]
         pairs = [
             (one, other)
-            for other in range(len(each.params)) for one in range(other)
+            for other in range(len(each.params))
+            for one in range(other)
             if each.params[one].shape == each.params[other].shape and each.owners[one] != each.owners[other]
-        ]  # fmt: skip
+        ]
         one, other = pairs[0]
         names = {one: each.params[one].slot.name, other: each.params[other].slot.name}
         exchanged = {names[one]: names[other], names[other]: names[one]}

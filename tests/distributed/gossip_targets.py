@@ -54,10 +54,14 @@ def kept_sums(arguments: list[str], channel: Any) -> list[dict[str, Any]]:
                 counter = ready.runner.order.next(counter)
                 kinds |= {key.kind for key in BOOK.take().only("outer").entries if key.axis == "dp"}
         type(scheme).exchange = right  # type: ignore[method-assign]
-        rows.append({
-            "lost": max(lost for lost, _ in seen), "moved": max(moved for _, moved in seen),
-            "kinds": sorted(kinds), "weight": level.kept.numbers.get("weight", 1.0),
-        })  # fmt: skip
+        rows.append(
+            {
+                "lost": max(lost for lost, _ in seen),
+                "moved": max(moved for _, moved in seen),
+                "kinds": sorted(kinds),
+                "weight": level.kept.numbers.get("weight", 1.0),
+            }
+        )
         ready.close()
     leave()
     return rows
@@ -106,6 +110,7 @@ def stopped(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
 
 def wrong_weight(arguments: dict[str, Any], channel: Any) -> Any:
     """The first neighbour counts for a little more, the island itself for as much less."""
+
     def mix(self: gossip, level: OuterLevel, turn: Any, tensors: Any) -> None:
         own = [tensor.clone() for tensor in tensors]
         right(self, level, turn, tensors)
@@ -153,6 +158,7 @@ def weights_stay(arguments: dict[str, Any], channel: Any) -> Any:
 
 def wrong_pull(arguments: dict[str, Any], channel: Any) -> Any:
     """The centre is pushed away from the islands."""
+
     def exchange(self: elastic, level: OuterLevel, weight: float) -> None:
         before = [centre.clone() for centre in level.kept["centre"]]
         right(self, level, weight)
@@ -186,14 +192,18 @@ def prove_async(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]
             assert outer.tickets is not None
             office = outer.tickets.office
             difference, where = max(compared["worst"], default=(0.0, "nothing"))
-            rows.append({
-                "difference": difference, "where": where, "ledger": trained["ledger_differences"],
-                "compared": sum(compared["compared"].values()),
-                "log": outer.tickets.log if outer.pairs is None else outer.pairs.log,
-                "taken_over": 0 if office is None else office.shares.taken_over,
-                "merged": {} if office is None or office.merging is None else dict(office.merging.merged),
-                "consistency": outer.consistency.summary(),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "difference": difference,
+                    "where": where,
+                    "ledger": trained["ledger_differences"],
+                    "compared": sum(compared["compared"].values()),
+                    "log": outer.tickets.log if outer.pairs is None else outer.pairs.log,
+                    "taken_over": 0 if office is None else office.shares.taken_over,
+                    "merged": {} if office is None or office.merging is None else dict(office.merging.merged),
+                    "consistency": outer.consistency.summary(),
+                }
+            )
             ready.close()
     leave()
     return rows

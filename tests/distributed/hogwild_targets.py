@@ -43,16 +43,23 @@ def raced(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
         folder = Path(_from_rank_0(own))
         for name in arguments["jobs"]:
             options = ProofOptions(
-                job=name, strategy=arguments["strategy"], num_steps=arguments["steps"], exact=False,
+                job=name,
+                strategy=arguments["strategy"],
+                num_steps=arguments["steps"],
+                exact=False,
                 reference=str(folder / "none"),
-            )  # fmt: skip
+            )
             report = run_racing(options, for_proof(load_job(f"{JOBS}:{name}")), parse(arguments["strategy"]), me)
             if me.rank == 0:
                 pairs = list(zip(report["losses"], report["serial_losses"], strict=True))
-                rows.append({
-                    "losses": sum(abs(a - b) / abs(b) for a, b in pairs) / len(pairs), "tickets": report["tickets"],
-                    "ledger": report["ledger_differences"], "staleness": counted["staleness"],
-                })  # fmt: skip
+                rows.append(
+                    {
+                        "losses": sum(abs(a - b) / abs(b) for a, b in pairs) / len(pairs),
+                        "tickets": report["tickets"],
+                        "ledger": report["ledger_differences"],
+                        "staleness": counted["staleness"],
+                    }
+                )
             _barrier()
     leave()
     return rows

@@ -66,9 +66,16 @@ def prove_islands(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any
             path = folder / f"{number}.safetensors"
             if me.rank == 0:
                 serial_run(
-                    {"job": f"{JOBS}:{name}", "strategy": judge, "reference": str(path), "exact": True,
-                     "num_steps": steps, "micro_batches": arguments.get("micro_batches", 1)}, None,
-                )  # fmt: skip
+                    {
+                        "job": f"{JOBS}:{name}",
+                        "strategy": judge,
+                        "reference": str(path),
+                        "exact": True,
+                        "num_steps": steps,
+                        "micro_batches": arguments.get("micro_batches", 1),
+                    },
+                    None,
+                )
             _barrier()
             ready = _ready(me, name, text)
             trained = train_steps(ready, steps)
@@ -76,8 +83,14 @@ def prove_islands(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any
                 compared = compare(ready, str(path))
             ready.close()
             difference, where = max(compared["worst"], default=(0.0, "nothing"))
-            rows.append({"difference": difference, "where": where, "ledger": trained["ledger_differences"],
-                         "compared": sum(compared["compared"].values())})  # fmt: skip
+            rows.append(
+                {
+                    "difference": difference,
+                    "where": where,
+                    "ledger": trained["ledger_differences"],
+                    "compared": sum(compared["compared"].values()),
+                }
+            )
             _barrier()
     leave()
     return rows
@@ -137,6 +150,7 @@ def wrong_sign(arguments: dict[str, Any], channel: Any) -> Any:
 
 def ends_exchanged(arguments: dict[str, Any], channel: Any) -> Any:
     """What an island keeps of its own values and what it takes of the anchor are exchanged."""
+
     class Exchanged(Stream):
         def _step(self, mean: list[torch.Tensor], **how: Any) -> None:
             self.plan = self.plan._replace(blend=1 - self.plan.blend)
@@ -148,6 +162,7 @@ def ends_exchanged(arguments: dict[str, Any], channel: Any) -> Any:
 
 def one_round_behind(arguments: dict[str, Any], channel: Any) -> Any:
     """One island applies what the round before brought."""
+
     class Late(Stream):
         before: dict[int, list[torch.Tensor]] = {}  # noqa: RUF012
 
@@ -170,6 +185,7 @@ def fragments_in_another_order(arguments: dict[str, Any], channel: Any) -> Any:
 
 def forgetful(arguments: dict[str, Any], channel: Any) -> Any:
     """A checkpoint's slow momentum is not taken up."""
+
     class Forgets(OuterLevel):
         @property
         def kept(self) -> Kept:

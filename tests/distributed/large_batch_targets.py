@@ -52,10 +52,14 @@ def point_job(*, samples: int = SAMPLES, lr: float = 0.0, **changes: Any) -> Job
     generator = torch.Generator().manual_seed(5)
     x = SPREAD * torch.randn(samples, DIMENSIONS, generator=generator, dtype=torch.float64)
     given: dict[str, Any] = {
-        "name": "point", "model": Point, "train": Recorded(TensorData(x=x)), "global_batch": 12, "steps": 400,
+        "name": "point",
+        "model": Point,
+        "train": Recorded(TensorData(x=x)),
+        "global_batch": 12,
+        "steps": 400,
         "loss": lambda out, batch: (0.5 * out.square().sum(), len(out)),
         "optimizer": lambda groups: torch.optim.SGD(groups, lr=lr),
-    }  # fmt: skip
+    }
     return Job(**(given | changes))
 
 

@@ -56,10 +56,12 @@ def train_measured(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     if "save" in arguments:
         save(Path(arguments["save"]), ready.engine, step=len(losses), progress={})
     found = {
-        "peak_bytes": status("VmHWM") - before, "losses": losses, "step_s": statistics.median(times[1:]),
+        "peak_bytes": status("VmHWM") - before,
+        "losses": losses,
+        "step_s": statistics.median(times[1:]),
         "offload": ready.engine.owner.offloading.report(),
         "state_bytes": sum(piece.values.numel() * 4 for _, piece in ready.engine.owner.state()),
-    }  # fmt: skip
+    }
     if ready.engine.activations is not None:
         found["activations"] = ready.engine.activations.most_bytes
     leave()

@@ -38,12 +38,18 @@ def job_of(name: str) -> Job:
     y = torch.randn(40, 1, generator=generator, dtype=torch.float64)
     plain = name in ONE_GROUP or name == "WithoutRate"
     return Job(
-        name="zoo", model=Net, train=TensorData(x=x, y=y), inputs=("x",),
-        loss=lambda out, batch: ((out - batch["y"]).square().sum(), len(out)), optimizer=EVERY[name],
+        name="zoo",
+        model=Net,
+        train=TensorData(x=x, y=y),
+        inputs=("x",),
+        loss=lambda out, batch: ((out - batch["y"]).square().sum(), len(out)),
+        optimizer=EVERY[name],
         options=(lambda *_: {}) if plain else options,
         schedule=constant if name in ("SelfPaced", "WithoutRate", "LBFGS") else schedule,
-        global_batch=BATCH, steps=STEPS, clip=None,
-    )  # fmt: skip
+        global_batch=BATCH,
+        steps=STEPS,
+        clip=None,
+    )
 
 
 def plain_loop(name: str, steps: int = STEPS) -> dict[str, torch.Tensor]:
@@ -204,8 +210,13 @@ def own_loop(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     ones = all(bool((value == 1).all()) for value in engine.state_dict().values())
     engine.close()
     leave()
-    return {"apart": apart, "keys": list(state) == list(twin.state_dict()), "said": said, "ones": ones,
-            "skipped": results[:micros]}  # fmt: skip
+    return {
+        "apart": apart,
+        "keys": list(state) == list(twin.state_dict()),
+        "said": said,
+        "ones": ones,
+        "skipped": results[:micros],
+    }
 
 
 def own_loop_amp(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:

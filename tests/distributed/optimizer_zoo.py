@@ -440,7 +440,7 @@ ELEMENTWISE: dict[str, Factory] = {
     "Rprop-foreach": partial(O.Rprop, lr=0.01, etas=(0.4, 1.3), foreach=True),
     "NAdam-decoupled": partial(O.NAdam, lr=0.02, weight_decay=0.1, decoupled_weight_decay=True),
     "AdamW-betas": lambda groups: O.AdamW(groups, lr=0.02, betas=(torch.tensor(0.8), torch.tensor(0.95))),
-}  # fmt: skip
+}
 
 PARAMETERWISE: dict[str, Factory] = {
     "Adafactor": partial(O.Adafactor, lr=0.05),

@@ -56,9 +56,15 @@ def overflowing() -> Job:
     draw = torch.Generator().manual_seed(3)
     x = torch.randn(STEPS * BATCH, 6, generator=draw)
     made = Job(
-        name="overflowing", model=model, train=TensorData(x=x), loss=loss_of, global_batch=BATCH, steps=STEPS,
-        optimizer=lambda groups: torch.optim.Adam(groups, lr=0.01), clip=CLIP,
-    )  # fmt: skip
+        name="overflowing",
+        model=model,
+        train=TensorData(x=x),
+        loss=loss_of,
+        global_batch=BATCH,
+        steps=STEPS,
+        optimizer=lambda groups: torch.optim.Adam(groups, lr=0.01),
+        clip=CLIP,
+    )
     steep, weight = torch.zeros(len(x), 1), torch.ones(len(x))
     for step in range(STEPS):
         samples = made.order().indices(step * BATCH)

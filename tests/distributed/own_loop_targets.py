@@ -130,8 +130,14 @@ def losses(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """What the first step says of counts, and `check` of losses."""
     x, y = data(0)
 
-    def run(count: Callable[[torch.Tensor], Any], samples: int = SAMPLES, *, reduction: str = "sum", check: bool = True,
-            strategy: str = arguments["strategy"]) -> list[str]:  # fmt: skip
+    def run(
+        count: Callable[[torch.Tensor], Any],
+        samples: int = SAMPLES,
+        *,
+        reduction: str = "sum",
+        check: bool = True,
+        strategy: str = arguments["strategy"],
+    ) -> list[str]:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
         engine = shoal.engine(model, strategy, optimizer=sgd)
@@ -334,10 +340,13 @@ def three_lines(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
             one(at)
     batch = tokens(99, 5)
     found = {
-        "mine": mine, "losses": losses, "other": other, "evaluated": engine.evaluate(loss_of, batch["x"], batch["y"]),
+        "mine": mine,
+        "losses": losses,
+        "other": other,
+        "evaluated": engine.evaluate(loss_of, batch["x"], batch["y"]),
         "one sample": engine.evaluate(loss_of, batch["x"][:1], batch["y"][:1]),
         "lr": engine.optimizer.param_groups[0]["lr"],
-    }  # fmt: skip
+    }
     for what, call in {
         "train_batch": lambda: engine.train_batch(batch),
         "pp": lambda: shoal.engine(built(), "pp(2, 'gpipe', micro=2)", optimizer=adamw),

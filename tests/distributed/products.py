@@ -84,9 +84,12 @@ def drawn(spec: str, *, num: int, number: int) -> tuple[Strategy, ...]:
 
     @seed(number)
     @settings(
-        max_examples=40 * num, database=None, deadline=None, phases=[Phase.generate],
+        max_examples=40 * num,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     @given(products())
     def draw(strategy: Strategy) -> None:
         if len(found) < num and strategy not in seen:

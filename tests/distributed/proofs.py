@@ -52,9 +52,14 @@ class Proof:
         # Where samples do not see each other, any cut into micro-batches gives the same sums.
         micro_batches = self.strategy.micro_batches if couples else 1
         return {
-            "job": self.spec, "strategy": "serial", "num_steps": self.steps, "exact": True,
-            "micro_batches": micro_batches, "disturbances": int(normed), "reverse": False,
-        }  # fmt: skip
+            "job": self.spec,
+            "strategy": "serial",
+            "num_steps": self.steps,
+            "exact": True,
+            "micro_batches": micro_batches,
+            "disturbances": int(normed),
+            "reverse": False,
+        }
 
     @property
     def path(self) -> Path:
@@ -116,9 +121,13 @@ def _prove(me: Any, proof: Proof) -> dict[str, Any]:
     serial = json.loads(proof.path.with_suffix(".json").read_text())
     try:
         ready = prepare(
-            for_proof(proof.job), proof.strategy, rank=me.rank, backend=me.backend, device=me.device,
+            for_proof(proof.job),
+            proof.strategy,
+            rank=me.rank,
+            backend=me.backend,
+            device=me.device,
             dtype=torch.float64,
-        )  # fmt: skip
+        )
     except NotRunnable as error:
         return {"refused": str(error)}
     trained = train_steps(ready, proof.steps)
@@ -128,7 +137,11 @@ def _prove(me: Any, proof: Proof) -> dict[str, Any]:
     worst = [*compared["worst"], *((d, f"loss of step {n + 1}") for n, d in enumerate(apart))]
     difference, where = max(worst, key=lambda row: (row[0] != row[0], row[0]))
     return {
-        "difference": difference, "where": where, "ledger": trained["ledger_differences"],
-        "compared": compared["compared"], "elements": serial["elements"], "losses": trained["losses"],
+        "difference": difference,
+        "where": where,
+        "ledger": trained["ledger_differences"],
+        "compared": compared["compared"],
+        "elements": serial["elements"],
+        "losses": trained["losses"],
         "backend": me.backend,
-    }  # fmt: skip
+    }

@@ -66,9 +66,12 @@ def serial_many(arguments: dict[str, Any], channel: Any) -> list[str]:
     paths = []
     for spec, strategy in arguments["cases"]:
         proof = Proof(
-            spec=spec, job=load_job(spec), strategy=parse(strategy), steps=arguments["steps"],
+            spec=spec,
+            job=load_job(spec),
+            strategy=parse(strategy),
+            steps=arguments["steps"],
             folder=Path(arguments["folder"]),
-        )  # fmt: skip
+        )
         if not proof.path.with_suffix(".json").exists():
             proof.train_serially()
         paths.append(str(proof.path))

@@ -39,8 +39,14 @@ def compressed(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
         trained = train_steps(ready, arguments["steps"])
         saved = ready.engine.consistency
         ready.close()
-        rows.append({"ledger": trained["ledger_differences"], "off": max(off, default=0.0), "rounds": saved.rounds,
-                     "losses": trained["losses"]})  # fmt: skip
+        rows.append(
+            {
+                "ledger": trained["ledger_differences"],
+                "off": max(off, default=0.0),
+                "rounds": saved.rounds,
+                "losses": trained["losses"],
+            }
+        )
     leave()
     return rows
 
@@ -107,4 +113,3 @@ def forgets_outer_momentum(arguments: dict[str, Any], channel: Any) -> Any:
 
     restoring.load_island = load_island
     return resumed(arguments, channel)
-

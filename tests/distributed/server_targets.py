@@ -54,18 +54,23 @@ def prove_served(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]
             path = folder / f"{number}.safetensors"
             if me.rank == 0:
                 serial_run(
-                    {"job": _named(name), "strategy": judge, "reference": str(path), "exact": True,
-                     "num_steps": steps, "micro_batches": arguments.get("micro_batches", 1)}, None,
-                )  # fmt: skip
+                    {
+                        "job": _named(name),
+                        "strategy": judge,
+                        "reference": str(path),
+                        "exact": True,
+                        "num_steps": steps,
+                        "micro_batches": arguments.get("micro_batches", 1),
+                    },
+                    None,
+                )
             _barrier()
             job, strategy = for_proof(load_job(_named(name))), parse(text)
             if is_server(strategy, me.rank):
                 serve_here(job, strategy, rank=me.rank, backend=me.backend, dtype=torch.float64)
                 rows.append({"difference": 0.0, "where": "", "ledger": [], "compared": 0})
             else:
-                ready = prepare(
-                    job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64
-                )
+                ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
                 trained = train_steps(ready, steps)
                 ready.watched = None  # Gradients are averaged on the servers.
                 ready.executor.settle()
@@ -74,8 +79,15 @@ def prove_served(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]
                 report = ready.engine.owner.remote.report() if me.rank == 0 else {}  # type: ignore[union-attr]
                 ready.close()
                 difference, where = max(compared["worst"], default=(0.0, "nothing"))
-                rows.append({"difference": difference, "where": where, "ledger": trained["ledger_differences"],
-                             "compared": sum(compared["compared"].values()), "report": report})  # fmt: skip
+                rows.append(
+                    {
+                        "difference": difference,
+                        "where": where,
+                        "ledger": trained["ledger_differences"],
+                        "compared": sum(compared["compared"].values()),
+                        "report": report,
+                    }
+                )
             _barrier()
     leave()
     return rows
@@ -93,19 +105,26 @@ def replayed(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
         for name, text in arguments["cases"]:
             job, strategy = for_proof(load_job(_named(name))), parse(text)
             options = ProofOptions(
-                job=name, strategy=text, num_steps=arguments["steps"], exact=True, reference=str(folder / "none"),
-            )  # fmt: skip
+                job=name,
+                strategy=text,
+                num_steps=arguments["steps"],
+                exact=True,
+                reference=str(folder / "none"),
+            )
             if is_server(strategy, me.rank):
                 serve_here(job, strategy, rank=me.rank, backend=me.backend, dtype=torch.float64)
                 rows.append({"difference": 0.0, "compared": 0, "ledger": [], "losses": 0.0})
             else:
                 report = run_and_replay(options, job, strategy, me)
                 pairs = zip(report["losses"], report.get("serial_losses", report["losses"]), strict=True)
-                rows.append({
-                    "difference": max((row[0] for row in report["worst"]), default=0.0),
-                    "compared": sum(report["compared"].values()), "ledger": report["ledger_differences"],
-                    "losses": max((abs(a - b) for a, b in pairs), default=0.0),
-                })  # fmt: skip
+                rows.append(
+                    {
+                        "difference": max((row[0] for row in report["worst"]), default=0.0),
+                        "compared": sum(report["compared"].values()),
+                        "ledger": report["ledger_differences"],
+                        "losses": max((abs(a - b) for a, b in pairs), default=0.0),
+                    }
+                )
             _barrier()
     leave()
     return rows
@@ -172,9 +191,10 @@ def resumed_served(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     job = for_proof(load_job(f"{JOBS}:{arguments['job']}"))
     found: dict[str, Any] = {}
     for name, text, first, stop in (
-        ("unbroken", arguments["strategy"], 0, steps), ("saved", arguments["strategy"], 0, at),
+        ("unbroken", arguments["strategy"], 0, steps),
+        ("saved", arguments["strategy"], 0, at),
         ("resumed", arguments["under"], at, steps),
-    ):  # fmt: skip
+    ):
         strategy = parse(text)
         if is_server(strategy, me.rank):
             serve_here(job, strategy, rank=me.rank, backend=me.backend, dtype=torch.float64)

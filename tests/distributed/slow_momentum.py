@@ -48,9 +48,11 @@ class slowmo(Scheme):
             now.copy_(anchor)
 
     def simulate(
-        self, islands: Sequence[Sequence[torch.Tensor]], weights: Sequence[float],
+        self,
+        islands: Sequence[Sequence[torch.Tensor]],
+        weights: Sequence[float],
         kept: Sequence[dict[str, list[torch.Tensor]]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         for at, tensors in enumerate(zip(*islands, strict=True)):
             mean = sum(weight * tensor for weight, tensor in zip(weights, tensors, strict=True))
             for tensor, each in zip(tensors, kept, strict=True):

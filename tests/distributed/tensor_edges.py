@@ -80,8 +80,14 @@ def collectives(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
             found[name] = bool(str(error))
     alone = Members("tp", (0,), 0, None)
     x = torch.ones(3, requires_grad=True)
-    ones = [c.copy_in(x, alone), c.sum_out(x, alone), c.gather(x, alone, 0), c.scatter_sum(x, alone, 0),
-            c.split(x, alone, 0), c.gather_whole(x, alone, 0)]  # fmt: skip
+    ones = [
+        c.copy_in(x, alone),
+        c.sum_out(x, alone),
+        c.gather(x, alone, 0),
+        c.scatter_sum(x, alone, 0),
+        c.split(x, alone, 0),
+        c.gather_whole(x, alone, 0),
+    ]
     found["alone"] = all(y is x for y in ones)
     leave()
     return found
@@ -142,9 +148,12 @@ def refusals(arguments: dict[str, Any], channel: Any) -> dict[str, str]:
         return holder
 
     heads = models.Region(
-        kind="heads", parts=12, columns=("a",), rows=("a.out_proj",),
+        kind="heads",
+        parts=12,
+        columns=("a",),
+        rows=("a.out_proj",),
         cuts={f"a.{n}": cut for n, cut in models.attention_cuts("", 24).items()},
-    )  # fmt: skip
+    )
     mlp, cut = models.mlp_region(), Cut(0, (48,))
     x = torch.randn(2, 12, models.WIDTH)
     hear("parts", lambda: cut_tensors(models.MLP(), models.plan(replace(mlp, parts=3)), members))

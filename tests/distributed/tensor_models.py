@@ -46,9 +46,13 @@ class MLP(nn.Module):
 def mlp_region(path: str = "", entry: str | None = None) -> Region:
     up, down = (f"{path}.{name}" if path else name for name in ("up", "down"))
     return Region(
-        kind="features", parts=HIDDEN, columns=(up,), rows=(down,), entry=entry,
+        kind="features",
+        parts=HIDDEN,
+        columns=(up,),
+        rows=(down,),
+        entry=entry,
         cuts={**linear_cuts(up, column=True, size=HIDDEN), **linear_cuts(down, column=False, size=HIDDEN)},
-    )  # fmt: skip
+    )
 
 
 class Grouped(nn.Module):
@@ -88,9 +92,15 @@ def grouped_region(path: str = "", entry: str | None = None, kv: int = 4, listed
     cuts |= linear_cuts(f"{at}v", column=True, size=kv * HEAD, bias=False)
     cuts |= linear_cuts(f"{at}out", column=False, size=HEADS * HEAD)
     return Region(
-        kind="heads", parts=kv, columns=(f"{at}q", f"{at}k", f"{at}v"), rows=(f"{at}out",), cuts=cuts, entry=entry,
-        scaled=((path, "num_heads"), (path, "num_kv_heads")), partial=(f"{at}q_norm.weight",) if listed else (),
-    )  # fmt: skip
+        kind="heads",
+        parts=kv,
+        columns=(f"{at}q", f"{at}k", f"{at}v"),
+        rows=(f"{at}out",),
+        cuts=cuts,
+        entry=entry,
+        scaled=((path, "num_heads"), (path, "num_kv_heads")),
+        partial=(f"{at}q_norm.weight",) if listed else (),
+    )
 
 
 class Settings:
@@ -118,10 +128,13 @@ def fused_region(path: str = "") -> Region:
     at = f"{path}." if path else ""
     cut = Cut(0, (HEADS * HEAD,) * 3)
     return Region(
-        kind="heads", parts=HEADS, columns=(f"{at}qkv",), rows=(f"{at}out",),
+        kind="heads",
+        parts=HEADS,
+        columns=(f"{at}qkv",),
+        rows=(f"{at}out",),
         cuts={f"{at}qkv.weight": cut, f"{at}qkv.bias": cut, f"{at}out.weight": Cut(1, (HEADS * HEAD,))},
         scaled=((path, "config.width"), (path, "config.heads")),
-    )  # fmt: skip
+    )
 
 
 class Conv1D(nn.Module):
@@ -180,12 +193,17 @@ class Planes(nn.Module):
 
 CHANNELS = Cut(0, (24,))
 PLANES = Region(
-    kind="channels", parts=12, columns=("first",), rows=("second",),
+    kind="channels",
+    parts=12,
+    columns=("first",),
+    rows=("second",),
     cuts={
         **{f"{m}.{p}": CHANNELS for m in ("first", "norm", "depthwise", "groups") for p in ("weight", "bias")},
-        "norm.running_mean": CHANNELS, "norm.running_var": CHANNELS, "second.weight": Cut(1, (24,)),
+        "norm.running_mean": CHANNELS,
+        "norm.running_var": CHANNELS,
+        "second.weight": Cut(1, (24,)),
     },
-)  # fmt: skip
+)
 
 
 class Block(nn.Module):
@@ -222,9 +240,13 @@ class Decoder(nn.Module):
     """Embedding, blocks, norm, head; tied or not, with a vocabulary of any size."""
 
     def __init__(
-        self, words: int = 257, tied: bool = False, block: type[Block] = Block, padding: int | None = None,
+        self,
+        words: int = 257,
+        tied: bool = False,
+        block: type[Block] = Block,
+        padding: int | None = None,
         attention: Callable[[], nn.Module] = grouped_query,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.words = nn.Embedding(words, WIDTH, padding_idx=padding)
         self.blocks = nn.ModuleList(block(attention) for _ in range(2))
@@ -282,11 +304,15 @@ def library_plan(bias: bool = True, sequence_dim: int = 1) -> TensorPlan:
         at = f"encoder.layers.{n}"
         regions.append(
             Region(
-                kind="heads", parts=HEADS, columns=(f"{at}.self_attn",), rows=(f"{at}.self_attn.out_proj",),
-                cuts=attention_cuts(f"{at}.self_attn", 2 * HEADS, bias), entry=f"{at}.self_attn",
+                kind="heads",
+                parts=HEADS,
+                columns=(f"{at}.self_attn",),
+                rows=(f"{at}.self_attn.out_proj",),
+                cuts=attention_cuts(f"{at}.self_attn", 2 * HEADS, bias),
+                entry=f"{at}.self_attn",
                 scaled=((f"{at}.self_attn", "num_heads"),),
             )
-        )  # fmt: skip
+        )
         up, down = f"{at}.linear1", f"{at}.linear2"
         cuts = linear_cuts(up, column=True, size=HIDDEN, bias=bias) | linear_cuts(down, column=False, size=HIDDEN)
         regions.append(Region(kind="features", parts=HIDDEN, columns=(up,), rows=(down,), cuts=cuts, entry=up))
@@ -352,7 +378,10 @@ CASES: dict[str, Case] = {
         model=Transposed,
         plan=plan(
             Region(
-                kind="features", parts=WIDTH, columns=("up",), rows=("down",),
+                kind="features",
+                parts=WIDTH,
+                columns=("up",),
+                rows=("down",),
                 cuts={"up.weight": Cut(1, (WIDTH,)), "up.bias": Cut(0, (WIDTH,)), "down.weight": Cut(0, (WIDTH,))},
             )
         ),
@@ -362,7 +391,8 @@ CASES: dict[str, Case] = {
     "planes": Case(model=Planes, plan=plan(PLANES), inputs=images),
     "library": Case(model=Library, plan=library_plan(), inputs=tokens),
     "library, length first": Case(
-        model=lambda: Library(batch_first=False, norm_first=True, bias=False), plan=library_plan(bias=False),
+        model=lambda: Library(batch_first=False, norm_first=True, bias=False),
+        plan=library_plan(bias=False),
         inputs=tokens,
     ),
-}  # fmt: skip
+}

@@ -68,9 +68,12 @@ def decoder(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     block = getattr(models, arguments.get("block", "Block"))
     entries = arguments.get("entries", True)
     plan = models.decoder_plan(
-        words, tied=tied, entries=entries, loss_parallel=arguments.get("loss_parallel", True),
+        words,
+        tied=tied,
+        entries=entries,
+        loss_parallel=arguments.get("loss_parallel", True),
         listed=arguments.get("listed", False),
-    )  # fmt: skip
+    )
     attention = models.grouped_query if entries else models.Fused
     ours, theirs = pair(lambda: models.Decoder(words, tied, block, arguments.get("padding"), attention))
     between = arguments.get("between", "whole")
@@ -106,10 +109,14 @@ def decoder(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     tied_still = ours.head.weight is ours.words.weight
     leave()
     return {
-        "worst": max(worst.values()), "where": max(worst, key=lambda name: worst[name]), "ledger": differences,
-        "counted": counted.to_json(), "partial": sorted(applied.partial), "tied": tied_still,
+        "worst": max(worst.values()),
+        "where": max(worst, key=lambda name: worst[name]),
+        "ledger": differences,
+        "counted": counted.to_json(),
+        "partial": sorted(applied.partial),
+        "tied": tied_still,
         "rows": ours.words.weight.shape[0],
-    }  # fmt: skip
+    }
 
 
 def library_sequence(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
@@ -184,10 +191,13 @@ def _calls(batch_first: bool, cross: bool, width: int) -> dict[str, Callable[[nn
     causal = torch.ones(length, keys, dtype=torch.bool).triu(1)
     by_head = torch.randn(samples * models.HEADS, length, keys, dtype=torch.float64)
     calls: dict[str, dict[str, Any]] = {
-        "plain": {}, "weights dropped": {"need_weights": True}, "padding": {"key_padding_mask": padding},
-        "mask": {"attn_mask": causal}, "mask by head": {"attn_mask": by_head},
+        "plain": {},
+        "weights dropped": {"need_weights": True},
+        "padding": {"key_padding_mask": padding},
+        "mask": {"attn_mask": causal},
+        "mask by head": {"attn_mask": by_head},
         "both": {"attn_mask": by_head, "key_padding_mask": torch.zeros_like(padding, dtype=torch.float64)},
-    }  # fmt: skip
+    }
     if not cross:
         calls["causal"] = {"attn_mask": causal, "is_causal": True}
         calls["causal and padding"] = {"attn_mask": causal, "is_causal": True, "key_padding_mask": padding}
@@ -222,9 +232,12 @@ def batch(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     worst = max(apart(got, expected[mine]), *gradients_apart(ours, theirs, applied, members).values())
     leave()
     return {
-        "worst": worst, "ledger": differences, "counted": counted.to_json(), "partial": sorted(applied.partial),
+        "worst": worst,
+        "ledger": differences,
+        "counted": counted.to_json(),
+        "partial": sorted(applied.partial),
         "cuts": sorted(applied.cuts),
-    }  # fmt: skip
+    }
 
 
 def library_model(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
@@ -261,9 +274,12 @@ def library_model(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
             kept = type(got.logits) is CutLogits and type(got[0]) is CutLogits
     leave()
     return {
-        "worst": max(worst.values()), "where": max(worst, key=lambda name: worst[name]), "ledger": differences,
-        "same_words": same, "stays_cut": kept,
-    }  # fmt: skip
+        "worst": max(worst.values()),
+        "where": max(worst, key=lambda name: worst[name]),
+        "ledger": differences,
+        "same_words": same,
+        "stays_cut": kept,
+    }
 
 
 def autocast(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:

@@ -15,9 +15,11 @@ Ranks = Callable[..., list[Any]]
 TARGETS = "distributed.gossip_targets"
 PROVE = f"{TARGETS}:prove_async"
 CASES = [
-    ("plain", 'dp(4, sync=gossip("ring", "async"))'), ("norm", 'dp(4, sync=gossip("torus", "async", h=2))'),
-    ("uneven", "dp(4, sync=elastic(2, 0.4, 'async'))"), ("momentum", "dp(4, sync=elastic(1, 0.3, 'async'))"),
-]  # fmt: skip
+    ("plain", 'dp(4, sync=gossip("ring", "async"))'),
+    ("norm", 'dp(4, sync=gossip("torus", "async", h=2))'),
+    ("uneven", "dp(4, sync=elastic(2, 0.4, 'async'))"),
+    ("momentum", "dp(4, sync=elastic(1, 0.3, 'async'))"),
+]
 
 
 def proven(ranks: Ranks, cases: list[tuple[str, str]], *, target: str = PROVE, slow: int | None = None) -> list[Any]:
@@ -46,9 +48,12 @@ def test_no_rank_waits_for_a_slow_one_and_staleness_is_recorded(ranks: Ranks) ->
 
 @pytest.mark.parametrize(
     ("fault", "strategy"),
-    [("lost_average", 'dp(4, sync=gossip("ring", "async"))'), ("overwritten", 'dp(4, sync=gossip("ring", "async"))'),
-     ("lost_average", "dp(4, sync=elastic(1, 0.3, 'async'))")],
-)  # fmt: skip
+    [
+        ("lost_average", 'dp(4, sync=gossip("ring", "async"))'),
+        ("overwritten", 'dp(4, sync=gossip("ring", "async"))'),
+        ("lost_average", "dp(4, sync=elastic(1, 0.3, 'async'))"),
+    ],
+)
 def test_a_wrong_exchange_is_found(ranks: Ranks, fault: str, strategy: str) -> None:
     (rows,) = proven(ranks, [("plain", strategy)], target=f"{TARGETS}:{fault}", slow=2)
     assert max(row["difference"] for row in rows) > 1e-6
@@ -64,9 +69,12 @@ def test_an_island_goes_on_from_what_it_was_saved_with(ranks: Ranks, tmp_path: P
 
 @pytest.mark.parametrize(
     ("strategy", "killed"),
-    [('dp(4, sync=gossip("ring", "async"))', 2), ('dp(4, sync=gossip("ring", "async"))', 3),
-     ("dp(3, sync=elastic(2, 0.3, 'async'))", 2)],
-)  # fmt: skip
+    [
+        ('dp(4, sync=gossip("ring", "async"))', 2),
+        ('dp(4, sync=gossip("ring", "async"))', 3),
+        ("dp(3, sync=elastic(2, 0.3, 'async'))", 2),
+    ],
+)
 def test_the_others_go_on_when_one_that_asks_or_answers_is_killed(
     ranks: Ranks, tmp_path: Path, strategy: str, killed: int
 ) -> None:

@@ -80,9 +80,14 @@ def predicted(case: dict[str, Any], ranks: int) -> Ledger:
     c = {"B": 2, "H": 4, "L": 24, "D": 8, "dtype": "float64", "method": "ring", **case}
     itemsize = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[c["dtype"]]
     call = AttentionCall(
-        batch=c["B"], heads=c["H"], kv_heads=c.get("kv") or c["H"], length=c["L"] // ranks, head_dim=c["D"],
-        value_dim=c.get("Dv") or c["D"], itemsize=itemsize,
-    )  # fmt: skip
+        batch=c["B"],
+        heads=c["H"],
+        kv_heads=c.get("kv") or c["H"],
+        length=c["L"] // ranks,
+        head_dim=c["D"],
+        value_dim=c.get("Dv") or c["D"],
+        itemsize=itemsize,
+    )
     group = Group(axis="cp", ranks=ranks)
     made = [call, *([replace(call, again=True)] if c.get("recompute") else [])]
     return ledger_of(attention_calls(made, c["method"], group), on_one_host)

@@ -76,7 +76,7 @@ WHY_NOT: dict[str, dict[tuple[str, ...], dict[int, str]]] = {
         ("tp sequence",): dict.fromkeys(SIZES, NO_TOKENS_APART + "index in layers.0.mixture"),
         ("tp batch",): dict.fromkeys(SIZES, NO_PAIR),
     },
-}  # fmt: skip
+}
 for _job in JOBS:
     if _job not in ("mixtral", "moe"):
         WHY_NOT.setdefault(_job, {})["ep",] = dict.fromkeys(SIZES, NO_EXPERTS)

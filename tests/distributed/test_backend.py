@@ -50,9 +50,11 @@ def test_a_rank_that_dies_is_named_by_all_others_within_seconds(ranks: Ranks, ca
     start = time.monotonic()
     with pytest.raises(RankFailed, match="rank 1 was killed by SIGKILL"):
         ranks(
-            f"{TARGETS}:survivors", {"dies": 1, "carrier": carrier}, ranks=3,
+            f"{TARGETS}:survivors",
+            {"dies": 1, "carrier": carrier},
+            ranks=3,
             on_message=lambda rank, message: said.append(message),
-        )  # fmt: skip
+        )
     assert time.monotonic() - start < 30
     assert {message["lost"] for message in said if "lost" in message} <= {1}
 

@@ -21,8 +21,11 @@ def answer(name: str, *words: str) -> Any:
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / name), "--json", *words],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -99,10 +102,16 @@ def test_the_sentence_on_compression_follows_from_the_rows(monkeypatch: pytest.M
         return {"name": name, "seconds_to_target": seconds, "step_ms": step_ms}
 
     dense = row("dp(2)", 10.0, 100)
-    text = says([
-        row("DDP", 12.0, 120), dense, row("dp(2, compress=int8())", 4.0, 40), row("dp(2, compress=sign())", 15.0, 30),
-        row("dp(2, compress=fp16())", 11.0, 110), row("dp(2, compress=topk(0.01))", None, 20),
-    ])  # fmt: skip
+    text = says(
+        [
+            row("DDP", 12.0, 120),
+            dense,
+            row("dp(2, compress=int8())", 4.0, 40),
+            row("dp(2, compress=sign())", 15.0, 30),
+            row("dp(2, compress=fp16())", 11.0, 110),
+            row("dp(2, compress=topk(0.01))", None, 20),
+        ]
+    )
     assert text.startswith("1 of 4 compressions reach the target sooner than dense dp(2) (10.0 s)")
     assert "the best is dp(2, compress=int8()) (4.0 s), 3.00 times as fast as DDP" in text
     assert "loses by dp(2, compress=fp16()): their steps are slower than dense ones" in text
@@ -132,8 +141,11 @@ def test_an_unknown_case_is_named() -> None:
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "parallel.py"), "--only", "tensr"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 1
     assert "--only tensr: there is no such case; there are tensor, pipeline" in done.stderr
 

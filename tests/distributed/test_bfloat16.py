@@ -66,9 +66,15 @@ def loss_of(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 def job_of(model: Callable[[], nn.Module]) -> Job:
     rows = data()
     return Job(
-        name="half", model=model, train=TensorData(x=rows[:, :-1], y=rows[:, 1:]), loss=loss_of, global_batch=BATCH,
-        optimizer=lambda groups: torch.optim.AdamW(groups, lr=0.01), steps=STEPS, seed=SEED,
-    )  # fmt: skip
+        name="half",
+        model=model,
+        train=TensorData(x=rows[:, :-1], y=rows[:, 1:]),
+        loss=loss_of,
+        global_batch=BATCH,
+        optimizer=lambda groups: torch.optim.AdamW(groups, lr=0.01),
+        steps=STEPS,
+        seed=SEED,
+    )
 
 
 def by_hand(model: Callable[[], nn.Module], *, autocast: bool, mean: bool = False, order: int = 0) -> dict[str, Tensor]:

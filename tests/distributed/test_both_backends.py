@@ -58,9 +58,12 @@ def rows(carrier: str, cases: tuple[Case, ...], folder: str) -> dict[Case, list[
     asked = {"cases": cases, "steps": STEPS, "references": folder}
     try:
         found = run_ranks(
-            "distributed.proofs:prove_many", asked, ranks=world_of(cases[0]), hang_after_s=120,
+            "distributed.proofs:prove_many",
+            asked,
+            ranks=world_of(cases[0]),
+            hang_after_s=120,
             environment={"SHOAL_BACKEND": carrier},
-        )  # fmt: skip
+        )
     except Exception as error:
         return error
     return dict(zip(cases, (list(row) for row in zip(*found, strict=True)), strict=True))

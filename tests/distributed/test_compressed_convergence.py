@@ -17,8 +17,10 @@ from shoal.strategy import contract, parse
 from shoal.training.entry import train_run
 
 METHODS = [
-    *written("rounding"), *written("unbiased"), *written("feedback", sketch="sketch(3, 300)", powersgd="powersgd(2)"),
-]  # fmt: skip
+    *written("rounding"),
+    *written("unbiased"),
+    *written("feedback", sketch="sketch(3, 300)", powersgd="powersgd(2)"),
+]
 METRIC = {"language": "loss", "image": "accuracy"}
 POINTS = 0.04
 """Of accuracy, on 240 images: three standard deviations of chance and a little."""
@@ -31,8 +33,13 @@ def strategy_of(method: str) -> str:
 def trained(task: str, strategy: str, folder: Path) -> float:
     """The validation metric after the task's own number of steps."""
     asked: dict[str, Any] = {
-        "job": task, "size": "tiny", "strategy": strategy, "folder": str(folder), "checkpoint_every": 0, "gate": False,
-    }  # fmt: skip
+        "job": task,
+        "size": "tiny",
+        "strategy": strategy,
+        "folder": str(folder),
+        "checkpoint_every": 0,
+        "gate": False,
+    }
     run_ranks(train_run, asked, ranks=parse(strategy).world)
     last = json.loads((folder / "validation.jsonl").read_text().splitlines()[-1])
     return float(last["metrics"][METRIC[task]])

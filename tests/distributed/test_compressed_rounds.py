@@ -14,10 +14,12 @@ TARGETS = "distributed.round_targets"
 
 def test_what_is_sent_and_what_is_kept_is_what_was_to_be_sent(ranks: Ranks) -> None:
     strategies = [
-        "dp(2, sync=diloco(2, momentum=0.0), compress=topk(0.05))", "dp(2, sync=local(2), compress=sign())",
-        "dp(2, sync=bmuf(3), compress=dgc(0.05))", "dp(2, sync=diloco(4, fragments=2), compress=topk(0.1))",
+        "dp(2, sync=diloco(2, momentum=0.0), compress=topk(0.05))",
+        "dp(2, sync=local(2), compress=sign())",
+        "dp(2, sync=bmuf(3), compress=dgc(0.05))",
+        "dp(2, sync=diloco(4, fragments=2), compress=topk(0.1))",
         "dp(2, sync=local(2), compress=powersgd(2))",
-    ]  # fmt: skip
+    ]
     for rows in ranks(f"{TARGETS}:compressed", {"strategies": strategies, "steps": 6}, ranks=2):
         for strategy, row in zip(strategies, rows, strict=True):
             assert row["rounds"] >= 2, strategy
@@ -43,9 +45,12 @@ def test_islands_of_several_ranks_compress_their_slices(ranks: Ranks, inner: str
 
 @pytest.mark.parametrize(
     ("strategy", "world"),
-    [("dp(2, sync=diloco(4), compress=topk(0.05))", 2), ("dp(2, sync=local(3), compress=qsgd(4))", 2),
-     ("dp(2, sync=diloco(4, fragments=2), compress=topk(0.05)) * dp(2, zero=1)", 4)],
-)  # fmt: skip
+    [
+        ("dp(2, sync=diloco(4), compress=topk(0.05))", 2),
+        ("dp(2, sync=local(3), compress=qsgd(4))", 2),
+        ("dp(2, sync=diloco(4, fragments=2), compress=topk(0.05)) * dp(2, zero=1)", 4),
+    ],
+)
 def test_what_was_not_sent_is_part_of_a_checkpoint(ranks: Ranks, tmp_path: Path, strategy: str, world: int) -> None:
     asked = {"job": "language:tiny", "strategy": strategy, "at": 5, "steps": 9, "folder": str(tmp_path)}
     for row in ranks("distributed.island_targets:resumed", asked, ranks=world):

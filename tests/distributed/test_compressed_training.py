@@ -23,22 +23,36 @@ FOLDER = Path(__file__).parent / "jobs"
 LANGUAGE, TIED, MOE = (f"{FOLDER / 'uneven.py'}:{name}" for name in ("language", "language_tied", "mixtral"))
 
 METHODS = [
-    text for text in written(
-        "feedback", sketch="sketch(3, 500)", powersgd="powersgd(2)", chunktopk="chunktopk(0.03, decay=1.0)",
+    text
+    for text in written(
+        "feedback",
+        sketch="sketch(3, 500)",
+        powersgd="powersgd(2)",
+        chunktopk="chunktopk(0.03, decay=1.0)",
         demo="demo(0.03, decay=1.0)",
     )
     if Method(term_of(text)).keeps == ("residual",) and not term_of(text).between_groups
-]  # fmt: skip
+]
 """Those that keep what they do not send, and nothing else; all of it, where a method may forget some."""
 
 TWO = ["dp(2, C)", "dp(2, zero=1, C)", "dp(2, zero=2, C)", "dp(2, zero=3, C)", "dp(2, zero=1, C) * accumulate(2)"]
 FOUR = [
-    "dp(2, C) * dp(2)", "dp(2, C) * dp(2, zero=1)", "dp(2, C) * dp(2, zero=2)", "dp(2, C) * dp(2, zero=3)",
-    "dp(2) * dp(2, C)", "dp(2) * dp(2, zero=1, C)", "dp(2, C) * tp(2)", "dp(2, C) * tp(2, sequence=True)",
-    "dp(2, C) * pp(2, micro=2)", "pp(2, micro=3) * dp(2, C)", "dp(2, C) * cp(2)", "dp(2, C) * dp(2, via=shared())",
+    "dp(2, C) * dp(2)",
+    "dp(2, C) * dp(2, zero=1)",
+    "dp(2, C) * dp(2, zero=2)",
+    "dp(2, C) * dp(2, zero=3)",
+    "dp(2) * dp(2, C)",
+    "dp(2) * dp(2, zero=1, C)",
+    "dp(2, C) * tp(2)",
+    "dp(2, C) * tp(2, sequence=True)",
+    "dp(2, C) * pp(2, micro=2)",
+    "pp(2, micro=3) * dp(2, C)",
+    "dp(2, C) * cp(2)",
+    "dp(2, C) * dp(2, via=shared())",
     "dp(2, zero=2, C) * dp(2) * accumulate(2)",
-    'dp(4, via=allreduce("hierarchical"), C)', 'dp(4, C) * recompute("full")',
-]  # fmt: skip
+    'dp(4, via=allreduce("hierarchical"), C)',
+    'dp(4, C) * recompute("full")',
+]
 
 
 def compressed(strategies: list[str], method: str = "fp16()") -> list[str]:
@@ -74,10 +88,19 @@ def test_where_nothing_is_left_out_tied_weights_and_experts_are_exact(ranks: Ran
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_where_nothing_is_left_out_eight_ranks_are_exact(ranks: Ranks) -> None:
-    prove(ranks, LANGUAGE, [
-        "dp(2, C) * dp(2) * tp(2)", "dp(2) * dp(2, C) * dp(2, zero=1)", "dp(2, C) * pp(2) * tp(2)",
-        'dp(4, via=allreduce("hierarchical"), C) * tp(2)', "dp(2, C) * dp(2, zero=3) * tp(2)",
-    ], number=8, per_host=4)  # fmt: skip
+    prove(
+        ranks,
+        LANGUAGE,
+        [
+            "dp(2, C) * dp(2) * tp(2)",
+            "dp(2) * dp(2, C) * dp(2, zero=1)",
+            "dp(2, C) * pp(2) * tp(2)",
+            'dp(4, via=allreduce("hierarchical"), C) * tp(2)',
+            "dp(2, C) * dp(2, zero=3) * tp(2)",
+        ],
+        number=8,
+        per_host=4,
+    )
 
 
 def conserved(ranks: Ranks, cases: list[tuple[str, str]], *, number: int) -> None:
@@ -133,9 +156,12 @@ def test_errors_reach_other_replicas_with_their_sum_kept(ranks: Ranks, tmp_path:
     ranks("distributed.compressed_targets:save_errors", start, ranks=4)
     sums = []
     for strategy in (
-        "dp(2, compress=topk(0.01)) * dp(2)", "dp(4, compress=topk(0.05))", "dp(2, zero=1, compress=sign())",
-        "dp(3, compress=mstopk(0.01))", "dp(2, compress=topk(0.01)) * tp(2)",
-    ):  # fmt: skip
+        "dp(2, compress=topk(0.01)) * dp(2)",
+        "dp(4, compress=topk(0.05))",
+        "dp(2, zero=1, compress=sign())",
+        "dp(3, compress=mstopk(0.01))",
+        "dp(2, compress=topk(0.01)) * tp(2)",
+    ):
         asked = {"job": LANGUAGE, "strategy": strategy, "checkpoint": str(latest(tmp_path))}
         found = ranks("distributed.compressed_targets:load_errors", asked, ranks=parse(strategy).world)
         assert all(each == found[0] for each in found)

@@ -18,14 +18,27 @@ from shoal.training.local import train_job
 
 JOBS = Path(__file__).parent / "jobs" / "crossing.py"
 EVERYWHERE = (
-    "one_tensor_three_times", "passed_on", "written_in_block", "written_behind", "slices", "hooked", "detached",
-    "unused_argument", "checkpointed", "kept_buffer", "counter",
-)  # fmt: skip
+    "one_tensor_three_times",
+    "passed_on",
+    "written_in_block",
+    "written_behind",
+    "slices",
+    "hooked",
+    "detached",
+    "unused_argument",
+    "checkpointed",
+    "kept_buffer",
+    "counter",
+)
 """Models that can be cut before every block."""
 IN_TWO = ("shared_block", "derived", "early", "views", "bank", "one_norm")
 QUICK = ("one_tensor_three_times", "shared_block", "derived", "written_in_block", "hooked", "kept_buffer", "detached")
-SCHEDULES = ("'gpipe', micro=3", "'interleaved', micro=4, chunks=2", "'zero-bubble', micro=4",
-             "'zero-bubble', micro=3, chunks=2")  # fmt: skip
+SCHEDULES = (
+    "'gpipe', micro=3",
+    "'interleaved', micro=4, chunks=2",
+    "'zero-bubble', micro=4",
+    "'zero-bubble', micro=3, chunks=2",
+)
 
 
 def prove(cases: list[tuple[str, str]], ranks: int) -> None:
@@ -85,7 +98,9 @@ def test_a_cut_that_would_train_another_model_is_refused(model: str, stages: int
             "checkpointed", "pp(2, 'zero-bubble', micro=2)", "zero-bubble splits the backward", marks=pytest.mark.slow
         ),
         pytest.param(
-            "counter", "pp(2, 'interleaved', micro=2, chunks=2)", "changes the buffer steps outside its blocks",
+            "counter",
+            "pp(2, 'interleaved', micro=2, chunks=2)",
+            "changes the buffer steps outside its blocks",
             marks=pytest.mark.slow,
         ),
     ],

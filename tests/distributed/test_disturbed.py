@@ -20,10 +20,17 @@ JOB = str(Path(__file__).parent / "jobs" / "residual.py") + ":job"
 MIXTURE = str(Path(__file__).parent / "jobs" / "plain.py") + ":moe"
 
 RISKY = [
-    "start: room for parameters", "start: parameters laid out", "restore: begun", "restore: parameters read",
-    "step: gradient added", "step: sums received", "step: norm known", "step: updated", "save: contents listed",
+    "start: room for parameters",
+    "start: parameters laid out",
+    "restore: begun",
+    "restore: parameters read",
+    "step: gradient added",
+    "step: sums received",
+    "step: norm known",
+    "step: updated",
+    "save: contents listed",
     "close: begun",
-]  # fmt: skip
+]
 """Where ranks that share memory write what others read."""
 
 HELD = {

@@ -39,9 +39,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[shoal.Run, list[d
 def test_worlds_know_nothing_of_each_other() -> None:
     said: list[str] = []
     found = run_worlds(
-        "distributed.ensemble_targets:meet", [{"value": 10}, {"value": 100}], ranks=2,
+        "distributed.ensemble_targets:meet",
+        [{"value": 10}, {"value": 100}],
+        ranks=2,
         on_message=lambda rank, message: said.append(f"{rank}: {message['text']}"),
-    )  # fmt: skip
+    )
     assert [[row["sum"] for row in world] for world in found] == [[21, 21], [201, 201]]
     assert [[row["local"] for row in world] for world in found] == [[0, 1], [2, 3]]
     assert sorted(said) == ["0: 10.0", "1: 10.1", "2: 100.0", "3: 100.1"]
@@ -138,8 +140,16 @@ def job_of(outputs: Callable[[torch.Tensor], torch.Tensor], loss: Any) -> Job:
             return outputs(self.line(x))
 
     data = TensorData(x=x, y=x[:, :3].argmax(1))
-    return Job(name="together", model=Model, train=data, validation=data, loss=loss, global_batch=8, steps=1,
-               optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))  # fmt: skip
+    return Job(
+        name="together",
+        model=Model,
+        train=data,
+        validation=data,
+        loss=loss,
+        global_batch=8,
+        steps=1,
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
+    )
 
 
 def cross_entropy(output: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, int]:

@@ -21,18 +21,43 @@ JOBS = Path(__file__).parent / "jobs" / "layerwise.py"
 STEPS, HALF = 4, 2
 
 QUICK = [
-    ("muon", "dp(2)"), ("muon", "dp(3, zero=1)"), ("muon", "dp(2, zero=3) * accumulate(2)"), ("muon", "tp(2)"),
-    ("muon", "dp(2, zero=1) * tp(2)"), ("muon", "pp(2, micro=2)"), ("lamb", "dp(2, zero=3) * tp(2)"),
-    ("lamb", "tp(3)"), ("shampoo", "dp(2, zero=2)"), ("lars", "dp(2, zero=1) * tp(2)"), ("unused", "dp(3, zero=1)"),
-    ("moe", "ep(2)"), ("moe", "dp(2, zero=1) * ep(2)"), ("adafactor", "tp(2)"), ("adafactor", "dp(3, zero=3)"),
-]  # fmt: skip
-STRATEGIES = ("dp(2)", "dp(3, zero=1)", "dp(2, zero=2)", "dp(2, zero=3)", "tp(2)", "pp(2, micro=2)",
-              "dp(2, zero=1) * tp(2)", "dp(2, via=shared())", "tp(2, sequence=True)", "dp(2, zero=3) * tp(2)",
-              "dp(2) * dp(2, zero=1)", "pp(2, micro=2) * dp(2, zero=1)", "dp(2, zero=1) * cp(2)")  # fmt: skip
+    ("muon", "dp(2)"),
+    ("muon", "dp(3, zero=1)"),
+    ("muon", "dp(2, zero=3) * accumulate(2)"),
+    ("muon", "tp(2)"),
+    ("muon", "dp(2, zero=1) * tp(2)"),
+    ("muon", "pp(2, micro=2)"),
+    ("lamb", "dp(2, zero=3) * tp(2)"),
+    ("lamb", "tp(3)"),
+    ("shampoo", "dp(2, zero=2)"),
+    ("lars", "dp(2, zero=1) * tp(2)"),
+    ("unused", "dp(3, zero=1)"),
+    ("moe", "ep(2)"),
+    ("moe", "dp(2, zero=1) * ep(2)"),
+    ("adafactor", "tp(2)"),
+    ("adafactor", "dp(3, zero=3)"),
+]
+STRATEGIES = (
+    "dp(2)",
+    "dp(3, zero=1)",
+    "dp(2, zero=2)",
+    "dp(2, zero=3)",
+    "tp(2)",
+    "pp(2, micro=2)",
+    "dp(2, zero=1) * tp(2)",
+    "dp(2, via=shared())",
+    "tp(2, sequence=True)",
+    "dp(2, zero=3) * tp(2)",
+    "dp(2) * dp(2, zero=1)",
+    "pp(2, micro=2) * dp(2, zero=1)",
+    "dp(2, zero=1) * cp(2)",
+)
 REST = [
-    (job, strategy) for job in ("muon", "lars", "lamb", "shampoo", "adafactor") for strategy in STRATEGIES
+    (job, strategy)
+    for job in ("muon", "lars", "lamb", "shampoo", "adafactor")
+    for strategy in STRATEGIES
     if (job, strategy) not in QUICK
-]  # fmt: skip
+]
 
 PAIRS = [
     ("muon", "dp(2, zero=1) * tp(2)", "dp(3, zero=3)"),
@@ -113,10 +138,12 @@ FAULTS = [
 ]
 """The numbers give each away; with another owner the bytes may differ too."""
 MORE_FAULTS = [
-    (fault, job, strategy) for fault in ("update_not_sent", "update_of_the_wrong_owner", "pieces_in_the_wrong_order")
-    for job in ("muon", "shampoo", "lamb") for strategy in ("dp(2, zero=1)", "dp(2, zero=3)", "tp(2)")
+    (fault, job, strategy)
+    for fault in ("update_not_sent", "update_of_the_wrong_owner", "pieces_in_the_wrong_order")
+    for job in ("muon", "shampoo", "lamb")
+    for strategy in ("dp(2, zero=1)", "dp(2, zero=3)", "tp(2)")
     if (fault, job, strategy) not in FAULTS
-]  # fmt: skip
+]
 
 
 @pytest.mark.timeout(300)

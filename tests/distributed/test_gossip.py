@@ -18,25 +18,32 @@ Ranks = Callable[..., list[Any]]
 PROVE = "distributed.island_targets:prove_islands"
 TARGETS = "distributed.gossip_targets"
 TWO = [
-    ("norm", "dp(2, sync=elastic(2, 0.3))"), ("uneven", "dp(2, sync=elastic(3, 0.4))"),
-    ("momentum", "dp(2, sync=elastic(1, 0.25))"), ("norm", 'dp(2, sync=gossip("ring"))'),
+    ("norm", "dp(2, sync=elastic(2, 0.3))"),
+    ("uneven", "dp(2, sync=elastic(3, 0.4))"),
+    ("momentum", "dp(2, sync=elastic(1, 0.25))"),
+    ("norm", 'dp(2, sync=gossip("ring"))'),
     ("uneven", 'dp(2, sync=gossip("one-peer", "push-sum", h=2))'),
-]  # fmt: skip
+]
 THREE = [
-    ("norm", 'dp(3, sync=gossip("ring", h=2))'), ("dropout", 'dp(3, sync=gossip("exponential"))'),
+    ("norm", 'dp(3, sync=gossip("ring", h=2))'),
+    ("dropout", 'dp(3, sync=gossip("exponential"))'),
     ("plain", 'dp(3, sync=gossip("random", h=2, momentum=0.5, lr=0.7))'),
     ("plain", 'dp(3, sync=gossip("random", momentum=0.5, lr=0.8, pull=0.8))'),
-    ("plain", 'dp(3, sync=gossip("random", "push-sum"))'), ("norm", 'dp(3, sync=gossip("random", "push-sum", h=3))'),
-    ("plain", "dp(3, sync=elastic(2, 0.3))"), ("unused", 'dp(3, sync=gossip("complete"))'),
-]  # fmt: skip
+    ("plain", 'dp(3, sync=gossip("random", "push-sum"))'),
+    ("norm", 'dp(3, sync=gossip("random", "push-sum", h=3))'),
+    ("plain", "dp(3, sync=elastic(2, 0.3))"),
+    ("unused", 'dp(3, sync=gossip("complete"))'),
+]
 FOUR = [
-    ("plain", 'dp(4, sync=gossip("torus"))'), ("plain", 'dp(4, sync=gossip("one-peer"))'),
-    ("plain", 'dp(4, sync=gossip("exponential", "push-sum"))'), ("plain", 'dp(4, sync=gossip("random"))'),
+    ("plain", 'dp(4, sync=gossip("torus"))'),
+    ("plain", 'dp(4, sync=gossip("one-peer"))'),
+    ("plain", 'dp(4, sync=gossip("exponential", "push-sum"))'),
+    ("plain", 'dp(4, sync=gossip("random"))'),
     ("plain", 'dp(2, sync=gossip("ring", h=2)) * dp(2, zero=3)'),
     ("plain", 'dp(2, sync=gossip("random", "push-sum")) * tp(2)'),
     ("plain", 'dp(2, sync=gossip("random", h=2, momentum=0.5)) * pp(2, "1f1b", micro=2)'),
     ("plain", "dp(2, sync=elastic(2, 0.4)) * dp(2, zero=1)"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("cases", "world"), [(TWO, 2), (THREE, 3), (FOUR, 4)])
@@ -52,10 +59,13 @@ IDENTITIES = [
     ("sgd", 'dp(2, sync=gossip("complete", "push-sum"))', "dp(2)"),
     ("plain", 'dp(2, sync=gossip("complete", h=3))', "dp(2, sync=local(3))"),
     ("plain", 'dp(2, sync=gossip("one-peer", h=2))', 'dp(2, sync=gossip("random", "push-sum", h=2))'),
-    ("plain", 'dp(2, sync=gossip("random", h=2, momentum=0.5))',
-     'dp(2, sync=diloco(2, lr=1.0, momentum=0.5, form="heavy-ball"))'),
+    (
+        "plain",
+        'dp(2, sync=gossip("random", h=2, momentum=0.5))',
+        'dp(2, sync=diloco(2, lr=1.0, momentum=0.5, form="heavy-ball"))',
+    ),
     ("plain", 'dp(2, sync=gossip("random", h=2, momentum=0.5))', 'dp(2, sync=gossip("random", h=2, momentum=0.4))'),
-]  # fmt: skip
+]
 """A strategy, and one that is the same; the last is not."""
 
 
@@ -75,17 +85,21 @@ def test_a_complete_graph_of_four_is_the_synchronous_run_with_plain_sgd(ranks: R
 
 def test_one_island_steps_by_itself(ranks: Ranks) -> None:
     cases = [
-        ("sgd", 'dp(1, sync=gossip("one-peer"))', "serial"), ("sgd", 'dp(1, sync=gossip("ring", "async"))', "serial"),
+        ("sgd", 'dp(1, sync=gossip("one-peer"))', "serial"),
+        ("sgd", 'dp(1, sync=gossip("ring", "async"))', "serial"),
         ("norm", "dp(1, sync=elastic(2, 0.5))", "dp(1, sync=elastic(2, 0.5))"),
-    ]  # fmt: skip
+    ]
     for case, rows in zip(cases, zip(*ranks(PROVE, {"cases": cases, "steps": 5}, ranks=1), strict=True), strict=True):
         assert max(row["difference"] for row in rows) < 1e-10, case
 
 
 KEPT_MEANS = [
-    'dp(4, sync=gossip("ring"))', 'dp(4, sync=gossip("one-peer", h=2))', 'dp(4, sync=gossip("random", "push-sum"))',
-    'dp(4, sync=gossip("random", h=2))', "dp(4, sync=elastic(2, 0.2))",
-]  # fmt: skip
+    'dp(4, sync=gossip("ring"))',
+    'dp(4, sync=gossip("one-peer", h=2))',
+    'dp(4, sync=gossip("random", "push-sum"))',
+    'dp(4, sync=gossip("random", h=2))',
+    "dp(4, sync=elastic(2, 0.2))",
+]
 
 
 def test_an_exchange_keeps_what_it_must_and_sends_to_neighbours_only(ranks: Ranks) -> None:
@@ -105,20 +119,28 @@ def test_an_exchange_keeps_what_it_must_and_sends_to_neighbours_only(ranks: Rank
 
 @pytest.mark.parametrize(
     ("fault", "strategy"),
-    [("wrong_weight", 'dp(4, sync=gossip("ring"))'), ("one_round_behind", 'dp(4, sync=gossip("ring"))'),
-     ("skipped_neighbour", 'dp(4, sync=gossip("ring"))'), ("wrong_pull", "dp(4, sync=elastic(2, 0.2))"),
-     ("weights_stay", 'dp(4, sync=gossip("random", "push-sum"))')],
-)  # fmt: skip
+    [
+        ("wrong_weight", 'dp(4, sync=gossip("ring"))'),
+        ("one_round_behind", 'dp(4, sync=gossip("ring"))'),
+        ("skipped_neighbour", 'dp(4, sync=gossip("ring"))'),
+        ("wrong_pull", "dp(4, sync=elastic(2, 0.2))"),
+        ("weights_stay", 'dp(4, sync=gossip("random", "push-sum"))'),
+    ],
+)
 def test_a_wrong_exchange_is_found(ranks: Ranks, fault: str, strategy: str) -> None:
     assert proven(ranks, [("plain", strategy)], world=4, target=f"{TARGETS}:{fault}")[0] > 1e-6
 
 
 @pytest.mark.parametrize(
     ("strategy", "world", "at"),
-    [("dp(2, sync=elastic(4, 0.3))", 2, 4), ("dp(2, sync=elastic(4, 0.3)) * dp(2, zero=3)", 4, 6),
-     ('dp(3, sync=gossip("ring"))', 3, 5), ('dp(3, sync=gossip("random", "push-sum", h=2))', 3, 5),
-     ('dp(2, sync=gossip("random", h=3, momentum=0.5)) * dp(2, zero=1)', 4, 6)],
-)  # fmt: skip
+    [
+        ("dp(2, sync=elastic(4, 0.3))", 2, 4),
+        ("dp(2, sync=elastic(4, 0.3)) * dp(2, zero=3)", 4, 6),
+        ('dp(3, sync=gossip("ring"))', 3, 5),
+        ('dp(3, sync=gossip("random", "push-sum", h=2))', 3, 5),
+        ('dp(2, sync=gossip("random", h=3, momentum=0.5)) * dp(2, zero=1)', 4, 6),
+    ],
+)
 def test_a_resumed_run_is_the_same_to_the_bit(ranks: Ranks, tmp_path: Path, strategy: str, world: int, at: int) -> None:
     asked = {"job": "norm", "strategy": strategy, "at": at, "steps": 11, "folder": str(tmp_path)}
     for row in ranks("distributed.island_targets:resumed", asked, ranks=world):
@@ -128,8 +150,14 @@ def test_a_resumed_run_is_the_same_to_the_bit(ranks: Ranks, tmp_path: Path, stra
 
 @pytest.mark.parametrize("under", ["dp(3)", "dp(3, sync=local(4))"])
 def test_any_strategy_goes_on_from_the_mean_of_a_gossip(ranks: Ranks, tmp_path: Path, under: str) -> None:
-    asked = {"job": "plain", "strategy": 'dp(3, sync=gossip("ring"))', "at": 5, "steps": 8, "folder": str(tmp_path),
-             "under": under}  # fmt: skip
+    asked = {
+        "job": "plain",
+        "strategy": 'dp(3, sync=gossip("ring"))',
+        "at": 5,
+        "steps": 8,
+        "folder": str(tmp_path),
+        "under": under,
+    }
     rows = ranks("distributed.island_targets:resumed", asked, ranks=3)
     assert len(rows[0]["then"]) == 3
     assert under != "dp(3)" or rows[0]["then"] == rows[1]["then"]

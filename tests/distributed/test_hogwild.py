@@ -45,9 +45,13 @@ LOOSE = str(Path(__file__).parent / "jobs" / "loose.py")
 def test_a_killed_replica_does_not_stop_the_others(ranks: Ranks, tmp_path: Path) -> None:
     strategy = "dp(3, sync=hogwild())"
     asked = {
-        "job": LOOSE, "strategy": strategy, "folder": str(tmp_path / "run"), "gate": False, "checkpoint_every": 11,
+        "job": LOOSE,
+        "strategy": strategy,
+        "folder": str(tmp_path / "run"),
+        "gate": False,
+        "checkpoint_every": 11,
         "disturbed": [(2, "step: backward done", 10, None)],
-    }  # fmt: skip
+    }
     killed = "distributed.server_targets:killed_worker"
     results = ranks(killed, asked, ranks=3, islands=losable(parse(strategy)))
     assert results[2] is None

@@ -20,10 +20,23 @@ JOBS = Path(__file__).parent / "jobs" / "in_root.py"
 TOLERANCE = 1e-10
 
 VARIANTS = (
-    "pre_norm", "post_norm", "parallel", "in_block", "functions", "capped", "alibi", "library", "multihead",
-    "multihead_weights", "tied", "pooled", "patches", "dropping", "looped",
+    "pre_norm",
+    "post_norm",
+    "parallel",
+    "in_block",
+    "functions",
+    "capped",
+    "alibi",
+    "library",
+    "multihead",
+    "multihead_weights",
+    "tied",
+    "pooled",
+    "patches",
+    "dropping",
+    "looped",
     "translation",
-)  # fmt: skip
+)
 
 
 def prove(ranks: Callable[..., Any], jobs: tuple[str, ...], strategies: tuple[str, ...], *, world: int) -> None:

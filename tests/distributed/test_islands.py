@@ -18,32 +18,48 @@ Ranks = Callable[..., list[Any]]
 LOOSE = str(Path(__file__).parent / "jobs" / "loose.py")
 PROVE = "distributed.island_targets:prove_islands"
 TWO = [
-    ("plain", "dp(2, sync=local(3))"), ("norm", "dp(2, sync=local(2))"), ("momentum", "dp(2, sync=local(4))"),
-    ("dropout", "dp(2, sync=local(3))"), ("unused", "dp(2, sync=local(2))"), ("sometimes", "dp(2, sync=local(3))"),
-    ("uneven", "dp(2, sync=local(2))"), ("plain", "dp(2, sync=local(3)) * accumulate(2)"),
-    ("plain", 'dp(2, sync=local(2, state="averaged"))'), ("uneven", 'dp(2, sync=diloco(2, state="averaged"))'),
-    ("momentum", 'dp(2, sync=local(2, state="averaged", m=4))'), ("unused", 'dp(2, sync=local(3, state="averaged"))'),
+    ("plain", "dp(2, sync=local(3))"),
+    ("norm", "dp(2, sync=local(2))"),
+    ("momentum", "dp(2, sync=local(4))"),
+    ("dropout", "dp(2, sync=local(3))"),
+    ("unused", "dp(2, sync=local(2))"),
+    ("sometimes", "dp(2, sync=local(3))"),
+    ("uneven", "dp(2, sync=local(2))"),
+    ("plain", "dp(2, sync=local(3)) * accumulate(2)"),
+    ("plain", 'dp(2, sync=local(2, state="averaged"))'),
+    ("uneven", 'dp(2, sync=diloco(2, state="averaged"))'),
+    ("momentum", 'dp(2, sync=local(2, state="averaged", m=4))'),
+    ("unused", 'dp(2, sync=local(3, state="averaged"))'),
     ("plain", 'dp(2, sync=local(2, state="averaged", m=4, v=6))'),
-    ("plain", "dp(2, sync=local(100))"), ("ignored", "dp(2, sync=local(3))"), ("trust", "dp(2, sync=local(3))"),
-]  # fmt: skip
+    ("plain", "dp(2, sync=local(100))"),
+    ("ignored", "dp(2, sync=local(3))"),
+    ("trust", "dp(2, sync=local(3))"),
+]
 FOUR = [
-    ("plain", "dp(2, sync=local(3)) * dp(2)"), ("plain", "dp(2, sync=local(3)) * dp(2, zero=1)"),
-    ("plain", "dp(2, sync=local(3)) * dp(2, zero=3)"), ("plain", "dp(2, sync=local(2)) * dp(2, via=shared())"),
-    ("plain", 'dp(2, sync=local(3)) * pp(2, "1f1b", micro=3)'), ("ignored", "dp(2, sync=diloco(3)) * dp(2, zero=2)"),
+    ("plain", "dp(2, sync=local(3)) * dp(2)"),
+    ("plain", "dp(2, sync=local(3)) * dp(2, zero=1)"),
+    ("plain", "dp(2, sync=local(3)) * dp(2, zero=3)"),
+    ("plain", "dp(2, sync=local(2)) * dp(2, via=shared())"),
+    ("plain", 'dp(2, sync=local(3)) * pp(2, "1f1b", micro=3)'),
+    ("ignored", "dp(2, sync=diloco(3)) * dp(2, zero=2)"),
     ("plain", 'dp(2, sync=local(2, state="averaged", v=4)) * dp(2, zero=1)'),
     ("plain", "dp(2, sync=diloco(4)) * dp(2, sync=local(2))"),
     ("uneven", "dp(2, sync=local(6)) * dp(2, sync=local(2))"),
-    ("norm", "dp(2, sync=local(4)) * dp(2, sync=diloco(2))"), ("ignored", "dp(2, sync=bmuf(6)) * dp(2, sync=local(3))"),
+    ("norm", "dp(2, sync=local(4)) * dp(2, sync=diloco(2))"),
+    ("ignored", "dp(2, sync=bmuf(6)) * dp(2, sync=local(3))"),
     ("plain", 'dp(2, sync=diloco(4)) * dp(2, sync=local(2, state="averaged"))'),
-    ("short", "dp(4, sync=local(3))"), ("ignored", 'dp(4, sync=gossip("ring"))'),
-]  # fmt: skip
+    ("short", "dp(4, sync=local(3))"),
+    ("ignored", 'dp(4, sync=gossip("ring"))'),
+]
 
 
 COUNTED = [
-    ("norm", "dp(2, sync=local(2)) * dp(2, zero=3)"), ("norm", "dp(2, sync=local(3)) * tp(2)"),
+    ("norm", "dp(2, sync=local(2)) * dp(2, zero=3)"),
+    ("norm", "dp(2, sync=local(3)) * tp(2)"),
     ("norm", "dp(2, sync=diloco(4)) * dp(2, sync=local(2))"),
-    ("norm", 'dp(2, sync=local(2)) * pp(2, "1f1b", micro=2)'), ("plain", "dp(2, sync=local(3)) * tp(2)"),
-]  # fmt: skip
+    ("norm", 'dp(2, sync=local(2)) * pp(2, "1f1b", micro=2)'),
+    ("plain", "dp(2, sync=local(3)) * tp(2)"),
+]
 
 
 def limit(case: tuple[str, str]) -> float:
@@ -98,14 +114,13 @@ IDENTITIES = [
     ("plain", "dp(2, sync=diloco(3, lr=1.0, momentum=0.0))", "dp(2, sync=local(3))"),
     ("plain", "dp(2, sync=bmuf(3, momentum=0.0))", "dp(2, sync=local(3))"),
     ("sgd", "dp(2, sync=diloco(1, lr=1.0, momentum=0.0))", "dp(2)"),
-    ("plain", "dp(2, sync=bmuf(2, momentum=0.6))",
-     'dp(2, sync=diloco(2, lr=1.0, momentum=0.6, form="heavy-ball"))'),
+    ("plain", "dp(2, sync=bmuf(2, momentum=0.6))", 'dp(2, sync=diloco(2, lr=1.0, momentum=0.6, form="heavy-ball"))'),
     ("plain", "dp(2, sync=bmuf(2, momentum=0.6, nesterov=True))", "dp(2, sync=bmuf(2, momentum=0.6))"),
     ("momentum", 'dp(2, sync=local(1, state="averaged"))', "dp(2)"),
     ("plain", "dp(2, sync=diloco(2))", 'dp(2, sync=diloco(2, form="heavy-ball"))'),
     ("momentum", "dp(2, sync=local(1))", "dp(2)"),
     ("plain", 'dp(2, sync=local(2, state="averaged", v=4))', 'dp(2, sync=local(2, state="averaged"))'),
-]  # fmt: skip
+]
 """A strategy, and one that is the same; the last four are not."""
 
 
@@ -122,7 +137,7 @@ TWO_LEVELS = [
     ("sgd", "dp(2, sync=local(4)) * dp(2, sync=local(1))", "dp(2, sync=local(4)) * dp(2)"),
     ("plain", "dp(2, sync=local(2)) * dp(2, sync=local(2))", "dp(4, sync=local(2))"),
     ("plain", "dp(2, sync=local(4)) * dp(2, sync=local(2))", "dp(4, sync=local(4))"),
-]  # fmt: skip
+]
 """Two loose levels, and what they are; the last is not."""
 
 
@@ -163,11 +178,17 @@ def test_a_wrong_average_is_found(ranks: Ranks, fault: str, job: str) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "world", "at"),
-    [("dp(2, sync=local(4))", 2, 4), ("dp(2, sync=local(4))", 2, 6), ("dp(2, sync=local(4)) * dp(2, zero=3)", 4, 6),
-     ("dp(2, sync=slowmo(4))", 2, 6), ("dp(2, sync=slowmo(4)) * dp(2, zero=1)", 4, 5),
-     ("dp(2, sync=diloco(4)) * dp(2, zero=3)", 4, 6), ("dp(2, sync=bmuf(4))", 2, 6),
-     ("dp(2, sync=diloco(4)) * dp(2, sync=diloco(2))", 4, 7)],
-)  # fmt: skip
+    [
+        ("dp(2, sync=local(4))", 2, 4),
+        ("dp(2, sync=local(4))", 2, 6),
+        ("dp(2, sync=local(4)) * dp(2, zero=3)", 4, 6),
+        ("dp(2, sync=slowmo(4))", 2, 6),
+        ("dp(2, sync=slowmo(4)) * dp(2, zero=1)", 4, 5),
+        ("dp(2, sync=diloco(4)) * dp(2, zero=3)", 4, 6),
+        ("dp(2, sync=bmuf(4))", 2, 6),
+        ("dp(2, sync=diloco(4)) * dp(2, sync=diloco(2))", 4, 7),
+    ],
+)
 def test_a_resumed_run_is_the_same_to_the_bit(ranks: Ranks, tmp_path: Path, strategy: str, world: int, at: int) -> None:
     asked = {"job": "norm", "strategy": strategy, "at": at, "steps": 11, "folder": str(tmp_path)}
     for row in ranks("distributed.island_targets:resumed", asked, ranks=world):
@@ -183,9 +204,13 @@ def test_what_a_scheme_keeps_is_part_of_a_checkpoint(ranks: Ranks, tmp_path: Pat
 @pytest.mark.parametrize("under", ["dp(2)", "dp(2, zero=3)"])
 def test_any_strategy_goes_on_from_what_islands_agree_on(ranks: Ranks, tmp_path: Path, under: str) -> None:
     asked = {
-        "job": "plain", "strategy": "dp(2, sync=local(4))", "at": 6, "steps": 9, "folder": str(tmp_path),
+        "job": "plain",
+        "strategy": "dp(2, sync=local(4))",
+        "at": 6,
+        "steps": 9,
+        "folder": str(tmp_path),
         "under": under,
-    }  # fmt: skip
+    }
     rows = ranks("distributed.island_targets:resumed", asked, ranks=2)
     assert rows[0]["then"] == rows[1]["then"]
     assert len(rows[0]["then"]) == 3
@@ -194,8 +219,12 @@ def test_any_strategy_goes_on_from_what_islands_agree_on(ranks: Ranks, tmp_path:
 def test_islands_evaluate_and_save_when_they_meet_and_send_nothing_else(ranks: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     asked = {
-        "job": LOOSE, "strategy": "dp(2, sync=local(4))", "folder": str(folder), "gate": False, "checkpoint_every": 5,
-    }  # fmt: skip
+        "job": LOOSE,
+        "strategy": "dp(2, sync=local(4))",
+        "folder": str(folder),
+        "gate": False,
+        "checkpoint_every": 5,
+    }
     outcome = ranks(train_run, asked, ranks=2)[0]
     assert outcome["status"] == "finished"
     # Wanted every 3 steps, of 22; and every 5. The end of the run is a meeting as well.

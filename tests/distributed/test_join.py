@@ -234,8 +234,11 @@ def test_no_rank_of_a_script_outlives_its_launcher(tmp_path: Path, number: signa
     script.write_text("import os, time\nos.write(1, b'%d\\n' % os.getpid())\ntime.sleep(600)")
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(script)],
-        env=variables(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
+        env=variables(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     assert launcher.stdout is not None
     pids = [int(launcher.stdout.readline()) for _ in range(2)]
     launcher.send_signal(number)

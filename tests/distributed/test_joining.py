@@ -94,9 +94,7 @@ def away(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> flo
 
 def test_a_killed_island_comes_back_and_has_what_the_others_have(tmp_path: Path) -> None:
     """Parameters, momentum, learning rate (of a warm-up) and place in the data, as a simulation in plain PyTorch."""
-    outcomes, said = train(
-        tmp_path / "run", "dp(3, sync=local(3))", fail="rank 2 at step 5", rejoin=True, **RAMP
-    )
+    outcomes, said = train(tmp_path / "run", "dp(3, sync=local(3))", fail="rank 2 at step 5", rejoin=True, **RAMP)
     assert [(each["status"], each["step"]) for each in outcomes] == [("finished", STEPS)] * 3
     lost, came = outcomes[0]["recovery"]
     assert (lost["lost"], lost["step"], lost["lost_steps"], lost["lost_samples"]) == ([2], 6, 3, 12)
@@ -138,21 +136,24 @@ def test_new_replicas_join(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "victim"),
-    [("dp(3, sync=asp(), via=ps(1))", 1), ("dp(2, sync=diloco(2, quorum=1)) * dp(1)", 1),
-     pytest.param("dp(3, sync=ssp(2), via=ps(1))", 2, marks=pytest.mark.slow),
-     pytest.param("dp(3, sync=softsync(2), via=ps(1, colocated=True))", 1, marks=pytest.mark.slow),
-     pytest.param("dp(3, sync=bsp(backup=1), via=ps(1))", 1, marks=pytest.mark.slow),
-     pytest.param("dp(2, sync=asp(), via=ps(1)) * dp(2, zero=2)", 3, marks=pytest.mark.slow),
-     pytest.param("dp(2, sync=diloco(2)) * dp(2, zero=3)", 3, marks=pytest.mark.slow),
-     pytest.param("dp(3, sync=diloco(3, fragments=2, overlap=1, blend=0.5))", 1, marks=pytest.mark.slow),
-     pytest.param("dp(3, sync=diloco(3), compress=topk(0.1))", 1, marks=pytest.mark.slow),
-     pytest.param('dp(4, sync=gossip("ring"))', 2, marks=pytest.mark.slow),
-     pytest.param('dp(4, sync=gossip("random", h=2, momentum=0.5, lr=0.7))', 2, marks=pytest.mark.slow),
-     pytest.param('dp(4, sync=gossip("one-peer", "push-sum"))', 2, marks=pytest.mark.slow),
-     pytest.param('dp(4, sync=gossip("ring", "async"))', 2, marks=pytest.mark.slow),
-     pytest.param("dp(3, sync=elastic(2, 0.3))", 2, marks=pytest.mark.slow),
-     pytest.param("dp(3, sync=hogwild())", 2, marks=pytest.mark.slow)],
-)  # fmt: skip
+    [
+        ("dp(3, sync=asp(), via=ps(1))", 1),
+        ("dp(2, sync=diloco(2, quorum=1)) * dp(1)", 1),
+        pytest.param("dp(3, sync=ssp(2), via=ps(1))", 2, marks=pytest.mark.slow),
+        pytest.param("dp(3, sync=softsync(2), via=ps(1, colocated=True))", 1, marks=pytest.mark.slow),
+        pytest.param("dp(3, sync=bsp(backup=1), via=ps(1))", 1, marks=pytest.mark.slow),
+        pytest.param("dp(2, sync=asp(), via=ps(1)) * dp(2, zero=2)", 3, marks=pytest.mark.slow),
+        pytest.param("dp(2, sync=diloco(2)) * dp(2, zero=3)", 3, marks=pytest.mark.slow),
+        pytest.param("dp(3, sync=diloco(3, fragments=2, overlap=1, blend=0.5))", 1, marks=pytest.mark.slow),
+        pytest.param("dp(3, sync=diloco(3), compress=topk(0.1))", 1, marks=pytest.mark.slow),
+        pytest.param('dp(4, sync=gossip("ring"))', 2, marks=pytest.mark.slow),
+        pytest.param('dp(4, sync=gossip("random", h=2, momentum=0.5, lr=0.7))', 2, marks=pytest.mark.slow),
+        pytest.param('dp(4, sync=gossip("one-peer", "push-sum"))', 2, marks=pytest.mark.slow),
+        pytest.param('dp(4, sync=gossip("ring", "async"))', 2, marks=pytest.mark.slow),
+        pytest.param("dp(3, sync=elastic(2, 0.3))", 2, marks=pytest.mark.slow),
+        pytest.param("dp(3, sync=hogwild())", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_rank_comes_back_under_every_scheme(tmp_path: Path, strategy: str, victim: int) -> None:
     outcomes, said = train(tmp_path / "run", strategy, fail=f"rank {victim} at step 5", rejoin=True)
     assert [(each["status"], each["step"]) for each in outcomes if "status" in each] == [("finished", STEPS)] * (
@@ -173,9 +174,11 @@ def test_a_killed_rank_comes_back_under_every_scheme(tmp_path: Path, strategy: s
 @pytest.mark.slow
 def test_a_rank_may_be_lost_and_come_back_twice(tmp_path: Path) -> None:
     outcomes, _ = train(
-        tmp_path / "run", "dp(3, sync=local(3))", rejoin=True,
+        tmp_path / "run",
+        "dp(3, sync=local(3))",
+        rejoin=True,
         fail="rank 2 at step 5; rank 2 at step 17; rank 1 at step 11",
-    )  # fmt: skip
+    )
     assert [row["ranks"] for row in outcomes[0]["lost"]] == [[2], [1], [2]]
     assert [row["came"] for row in outcomes[0]["recovery"] if "came" in row][:2] == [[2], [1]]
     assert outcomes[0]["status"] == "finished"
@@ -210,13 +213,15 @@ def test_a_strategy_grows_by_its_outermost_level() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "options", "reason"),
-    [("dp(2)", {"rejoin": True}, "no rank can be lost while the others go on"),
-     ("dp(2)", {"join": "1 at step 3"}, "no level of replicas on the outside that run by themselves"),
-     ("dp(2, sync=asp(), via=ps(1))", {"join": "1 at step 3"}, "colocated=True"),
-     ("dp(2, sync=local(2))", {"join": "one more"}, "expected a number of replicas and a step"),
-     ("dp(2, sync=local(2))", {"rejoin": True, "weights_only": True}, "--weights-only leaves out what it needs"),
-     ("dp(2, sync=local(2))", {"rejoin": True, "checkpoints": False}, "--checkpoint-every 0 writes none")],
-)  # fmt: skip
+    [
+        ("dp(2)", {"rejoin": True}, "no rank can be lost while the others go on"),
+        ("dp(2)", {"join": "1 at step 3"}, "no level of replicas on the outside that run by themselves"),
+        ("dp(2, sync=asp(), via=ps(1))", {"join": "1 at step 3"}, "colocated=True"),
+        ("dp(2, sync=local(2))", {"join": "one more"}, "expected a number of replicas and a step"),
+        ("dp(2, sync=local(2))", {"rejoin": True, "weights_only": True}, "--weights-only leaves out what it needs"),
+        ("dp(2, sync=local(2))", {"rejoin": True, "checkpoints": False}, "--checkpoint-every 0 writes none"),
+    ],
+)
 def test_refusals_say_what_works(strategy: str, options: dict[str, Any], reason: str) -> None:
     given = {"rejoin": False, "join": None, "checkpoints": True, "weights_only": False, **options}
     with pytest.raises(BadJoin, match=reason):

@@ -18,9 +18,12 @@ NOISE, SIGNAL = DIMENSIONS * SPREAD**2, DIMENSIONS * DISTANCE**2
 
 @pytest.mark.parametrize(
     ("ranks_wanted", "strategies"),
-    [(1, ["accumulate(4)", "serial"]), (2, ["dp(2)", "dp(2, zero=3) * accumulate(3)", "dp(2, zero=1)"]),
-     (3, ["dp(3, zero=2)"])],
-)  # fmt: skip
+    [
+        (1, ["accumulate(4)", "serial"]),
+        (2, ["dp(2)", "dp(2, zero=3) * accumulate(3)", "dp(2, zero=1)"]),
+        (3, ["dp(3, zero=2)"]),
+    ],
+)
 def test_noise_and_signal_of_a_known_problem_are_found(ranks: Run, ranks_wanted: int, strategies: list[str]) -> None:
     """An estimate of |G|^2 from one batch of 12 would be off by noise / 12, a tenth of the signal's size here."""
     found = ranks(f"{TARGETS}:noise", {"strategies": strategies, "steps": 600}, ranks=ranks_wanted)
@@ -61,8 +64,12 @@ def test_every_sample_is_seen_once_an_epoch_when_replicas_come_and_go(
     resume, step = "", 0
     for replicas, steps in ((4, 3), (3, 4), (5, 6)):
         asked = {
-            "job": job, "strategy": f"dp({replicas})", "steps": steps, "resume": resume, "folder": str(tmp_path),
-        }  # fmt: skip
+            "job": job,
+            "strategy": f"dp({replicas})",
+            "steps": steps,
+            "resume": resume,
+            "folder": str(tmp_path),
+        }
         found = ranks(f"{TARGETS}:fetch", asked, ranks=replicas)
         for number in range(steps):
             made.append([index for rank in found for micro in rank[number] for index in micro])

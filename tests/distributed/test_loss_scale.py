@@ -40,9 +40,12 @@ def test_steps_skipped_scale_and_weights_are_those_of_the_plain_loop(
     ranks: Ranks, tmp_path: Path, strategy: str
 ) -> None:
     arguments = {
-        "job": f"{overflow_jobs.__file__}:overflowing", "strategy": strategy, "folder": str(tmp_path), "gate": False,
+        "job": f"{overflow_jobs.__file__}:overflowing",
+        "strategy": strategy,
+        "folder": str(tmp_path),
+        "gate": False,
         "checkpoint_every": overflow_jobs.STEPS,
-    }  # fmt: skip
+    }
     target = overflow_jobs.train_with_a_scale_that_grows_soon
     ranks(target, arguments, ranks=parse(strategy).world)
     overflow_jobs.compare(tmp_path)

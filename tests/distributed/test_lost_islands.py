@@ -64,9 +64,12 @@ def lose(ranks: Ranks, tmp_path: Path, killed: list[tuple[int, str, int]], strat
     chosen, folder, heard = parse(strategy), tmp_path / "run", list[Any]()
     asked = {"job": LOOSE, "strategy": strategy, "folder": str(folder), "gate": False, "checkpoint_every": 8}
     results = ranks(
-        KILLED, {**asked, "killed": killed}, ranks=chosen.world, islands=islands(chosen),
+        KILLED,
+        {**asked, "killed": killed},
+        ranks=chosen.world,
+        islands=islands(chosen),
         on_message=lambda rank, message: heard.append(message),
-    )  # fmt: skip
+    )
     return results, heard, last_values(folder)
 
 
@@ -138,8 +141,14 @@ def test_a_checkpoint_after_the_loss_is_one_of_the_islands_that_are_left(ranks: 
     _, _, values = lose(ranks, tmp_path, [(1, "step: forward", 6)])
     again = tmp_path / "again"
     shutil.copytree(tmp_path / "run" / "checkpoints" / "step-00000016", again / "checkpoints" / "step-00000016")
-    asked = {"job": LOOSE, "strategy": "dp(2, sync=local(4))", "folder": str(again), "gate": False,
-             "checkpoint_every": 8, "resume": str(again / "checkpoints" / "step-00000016")}  # fmt: skip
+    asked = {
+        "job": LOOSE,
+        "strategy": "dp(2, sync=local(4))",
+        "folder": str(again),
+        "gate": False,
+        "checkpoint_every": 8,
+        "resume": str(again / "checkpoints" / "step-00000016"),
+    }
     assert ranks(train_run, asked, ranks=2)[0]["status"] == "finished"
     resumed = last_values(again)
     assert all(torch.equal(resumed[name], value) for name, value in values.items())

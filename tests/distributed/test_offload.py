@@ -95,22 +95,35 @@ def test_peak_memory_falls_by_the_activations(ranks: Ranks) -> None:
 def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(tmp_path: Path) -> None:
     def run(folder: str, **options: Any) -> shoal.Run:
         return shoal.train(
-            JOB + "JOB", f"dp(2, zero=3) * {EVERYTHING}", folder=tmp_path / folder, steps=6, gate=False,
-            on_message=lambda message: None, checkpoint_every=3, **options,
-        )  # fmt: skip
+            JOB + "JOB",
+            f"dp(2, zero=3) * {EVERYTHING}",
+            folder=tmp_path / folder,
+            steps=6,
+            gate=False,
+            on_message=lambda message: None,
+            checkpoint_every=3,
+            **options,
+        )
 
     full = run("full")
     assert full.losses[-1] < full.losses[0]
-    again = shoal.train(resume=str(tmp_path / "full" / "checkpoints" / "step-00000003"), folder=str(tmp_path / "again"),
-                        gate=False, on_message=lambda message: None)  # fmt: skip
+    again = shoal.train(
+        resume=str(tmp_path / "full" / "checkpoints" / "step-00000003"),
+        folder=str(tmp_path / "again"),
+        gate=False,
+        on_message=lambda message: None,
+    )
     assert again.losses[-3:] == full.losses[-3:]
     for name, value in full.model().state_dict().items():
         assert torch.equal(value, again.model().state_dict()[name]), name
     # A checkpoint of an offloaded run goes on under another strategy.
     other = shoal.train(
-        resume=str(tmp_path / "full" / "checkpoints" / "step-00000003"), strategy="serial",
-        folder=str(tmp_path / "other"), gate=False, on_message=lambda message: None,
-    )  # fmt: skip
+        resume=str(tmp_path / "full" / "checkpoints" / "step-00000003"),
+        strategy="serial",
+        folder=str(tmp_path / "other"),
+        gate=False,
+        on_message=lambda message: None,
+    )
     assert other.losses[-1] == pytest.approx(full.losses[-1], rel=1e-5)
 
 

@@ -23,8 +23,18 @@ def check(found: list[dict[str, Any]], label: str) -> None:
         assert all(apart < EXACT for apart in row["others"].values()), (label, row)
 
 
-FAST = ("AdamW-tensor", "SGD-nesterov", "ScheduleFree", "Madgrad", "Counted", "Lookahead", "Adafactor", "LBFGS",
-        "Prodigy", "Muon")  # fmt: skip
+FAST = (
+    "AdamW-tensor",
+    "SGD-nesterov",
+    "ScheduleFree",
+    "Madgrad",
+    "Counted",
+    "Lookahead",
+    "Adafactor",
+    "LBFGS",
+    "Prodigy",
+    "Muon",
+)
 
 
 def fast_and_slow(names: Iterable[str]) -> list[Any]:
@@ -37,8 +47,11 @@ def test_elementwise_optimizers_train_and_resume_as_one_process_under_any_strate
 ) -> None:
     strategies = ["dp(2)", "dp(2, zero=1)", "dp(2, zero=3) * accumulate(3)"]
     settings = {
-        "optimizers": [name], "strategies": strategies, "others": ["dp(2, zero=2)"], "folder": str(tmp_path),
-    }  # fmt: skip
+        "optimizers": [name],
+        "strategies": strategies,
+        "others": ["dp(2, zero=2)"],
+        "folder": str(tmp_path),
+    }
     found = ranks(f"{TARGETS}:zoo", settings, ranks=2)
     for strategy in strategies:
         check(found, f"{name} {strategy}")
@@ -50,8 +63,11 @@ def test_optimizers_of_full_parameters_train_and_resume_as_one_process_where_ran
 ) -> None:
     strategies = ["dp(2)", "dp(2, zero=1)", "dp(2, zero=3) * accumulate(3)"]
     settings = {
-        "optimizers": [name], "strategies": strategies, "others": ["dp(2, zero=2)", "dp(2)"], "folder": str(tmp_path),
-    }  # fmt: skip
+        "optimizers": [name],
+        "strategies": strategies,
+        "others": ["dp(2, zero=2)", "dp(2)"],
+        "folder": str(tmp_path),
+    }
     found = ranks(f"{TARGETS}:zoo", settings, ranks=2)
     for strategy in strategies:
         check(found, f"{name} {strategy}")
@@ -61,9 +77,11 @@ def test_optimizers_of_full_parameters_train_and_resume_as_one_process_where_ran
 def test_coupled_optimizers_train_on_replicas_and_are_refused_on_pieces(ranks: Run, name: str, tmp_path: Path) -> None:
     strategies = ["dp(2)", "dp(2) * accumulate(3)", "dp(2, zero=1)", "dp(2, zero=3)", "pp(2)"]
     settings = {
-        "optimizers": [name], "strategies": strategies, "others": ['dp(2) * recompute("full")'],
+        "optimizers": [name],
+        "strategies": strategies,
+        "others": ['dp(2) * recompute("full")'],
         "folder": str(tmp_path),
-    }  # fmt: skip
+    }
     found = ranks(f"{TARGETS}:zoo", settings, ranks=2)
     for strategy in strategies[:2]:
         check(found, f"{name} {strategy}")
@@ -75,9 +93,12 @@ def test_coupled_optimizers_train_on_replicas_and_are_refused_on_pieces(ranks: R
 
 @pytest.mark.parametrize(
     "names",
-    [["AdamW-tensor", "ScheduleFree", "Counted", "SGD-nesterov"], ["Muon", "Shampoo"],
-     pytest.param(["LARS", "LAMB", "Adafactor"], marks=pytest.mark.slow)],
-)  # fmt: skip
+    [
+        ["AdamW-tensor", "ScheduleFree", "Counted", "SGD-nesterov"],
+        ["Muon", "Shampoo"],
+        pytest.param(["LARS", "LAMB", "Adafactor"], marks=pytest.mark.slow),
+    ],
+)
 def test_three_uneven_ranks_and_levels(ranks: Run, names: list[str], tmp_path: Path) -> None:
     strategies = ["dp(3, zero=2)"]
     settings = {"optimizers": names, "strategies": strategies, "others": ["dp(3)"], "folder": str(tmp_path)}

@@ -238,9 +238,13 @@ def test_the_record_of_a_run_tells_the_staleness_of_every_stage(ranks: Ranks, tm
 
 def test_a_stop_is_heard_by_all_stages_in_the_same_step(ranks: Ranks, tmp_path: Path) -> None:
     arguments = {
-        "job": f"{JOBS}:long", "strategy": 'pp(2, "pipedream", micro=4)', "folder": str(tmp_path), "stop_at": 5,
-        "checkpoint_every": 100, "gate": False,
-    }  # fmt: skip
+        "job": f"{JOBS}:long",
+        "strategy": 'pp(2, "pipedream", micro=4)',
+        "folder": str(tmp_path),
+        "stop_at": 5,
+        "checkpoint_every": 100,
+        "gate": False,
+    }
     outcomes = ranks("distributed.training_targets:train_until", arguments, ranks=2)
     assert [(outcome["status"], outcome["step"]) for outcome in outcomes] == [("stopped", 5)] * 2
     assert (tmp_path / "checkpoints" / "step-00000005").is_dir()

@@ -40,9 +40,11 @@ FAULTS = [
 
 
 MORE = {
-    ("uneven:language_unclipped", 'pp(2, "zero-bubble", micro=2)'), ("uneven:language_unclipped", "pp(2) * dp(2)"),
-    ("odd:plain", 'pp(2, "gpipe", micro=4)'), ("plain:moe", "ep(2) * dp(2)"),
-}  # fmt: skip
+    ("uneven:language_unclipped", 'pp(2, "zero-bubble", micro=2)'),
+    ("uneven:language_unclipped", "pp(2) * dp(2)"),
+    ("odd:plain", 'pp(2, "gpipe", micro=4)'),
+    ("plain:moe", "ep(2) * dp(2)"),
+}
 """Cases of a fault that another case plants on the same axis; in `make test-all`."""
 
 

@@ -75,18 +75,24 @@ def check_settings(train: Train, folder: Path) -> None:
 
 def check_scale(train: Train, folder: Path) -> None:
     train(
-        "overflowing", file=overflow_jobs.__file__, strategy="pp(2, 'gpipe', micro=2) * amp('fp16')",
+        "overflowing",
+        file=overflow_jobs.__file__,
+        strategy="pp(2, 'gpipe', micro=2) * amp('fp16')",
         checkpoint_every=overflow_jobs.STEPS,
-    )  # fmt: skip
+    )
     overflow_jobs.compare(folder)
 
 
 Check = Callable[[Train, Path], None]
 CHECKS: dict[Check, Any] = {
-    check_average: train_run, check_patience: train_run, check_best: train_run,
-    check_background: trainer_jobs.train_with_a_slow_disk, check_callbacks: train_run, check_settings: train_run,
+    check_average: train_run,
+    check_patience: train_run,
+    check_best: train_run,
+    check_background: trainer_jobs.train_with_a_slow_disk,
+    check_callbacks: train_run,
+    check_settings: train_run,
     check_scale: overflow_jobs.train_with_a_scale_that_grows_soon,
-}  # fmt: skip
+}
 """Each with the honest trainer."""
 FAULTS: list[tuple[Check, trainer_faults.Target]] = [
     (check_average, trainer_faults.averages_the_weights_before_the_update),

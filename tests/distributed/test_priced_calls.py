@@ -19,13 +19,18 @@ Ranks = Callable[..., list[Any]]
 
 FEW = {
     "language:tiny": [
-        'pp(2, "1f1b", micro=8) * dp(2, zero=2)', "dp(2) * dp(2, zero=3)", "dp(2, compress=powersgd(4)) * dp(2)",
+        'pp(2, "1f1b", micro=8) * dp(2, zero=2)',
+        "dp(2) * dp(2, zero=3)",
+        "dp(2, compress=powersgd(4)) * dp(2)",
         'cp(2) * tp(2, sequence=True) * recompute("full")',
     ],
     "image:tiny": [
-        'dp(4) * recompute("full")', "pp(2, micro=2) * dp(2, zero=1)", "dp(2) * spatial(2)", 'spatial(4, "both")',
+        'dp(4) * recompute("full")',
+        "pp(2, micro=2) * dp(2, zero=1)",
+        "dp(2) * spatial(2)",
+        'spatial(4, "both")',
     ],
-}  # fmt: skip
+}
 EACH = 12
 """Of so many legal strategies one is tried in the long test."""
 

@@ -15,17 +15,24 @@ from distributed.test_lost_islands import lose
 Ranks = Callable[..., list[Any]]
 REPLAYED = "distributed.gossip_targets:prove_async"
 EQUAL = [
-    ("plain", "dp(4, sync=diloco(4, quorum=4, fragments=2, overlap=1, blend=0.5))",
-     "dp(4, sync=diloco(4, fragments=2, overlap=1, blend=0.5))"),
-    ("uneven", 'dp(4, sync=diloco(2, quorum=4, merge="radial", weight="tokens2/steps"))',
-     'dp(4, sync=diloco(2, merge="radial", weight="tokens2/steps"))'),
-]  # fmt: skip
+    (
+        "plain",
+        "dp(4, sync=diloco(4, quorum=4, fragments=2, overlap=1, blend=0.5))",
+        "dp(4, sync=diloco(4, fragments=2, overlap=1, blend=0.5))",
+    ),
+    (
+        "uneven",
+        'dp(4, sync=diloco(2, quorum=4, merge="radial", weight="tokens2/steps"))',
+        'dp(4, sync=diloco(2, merge="radial", weight="tokens2/steps"))',
+    ),
+]
 BY_TIMING = [
-    ("plain", "dp(4, sync=diloco(4, quorum=3))"), ("ignored", "dp(4, sync=diloco(2, quorum=3))"),
+    ("plain", "dp(4, sync=diloco(4, quorum=3))"),
+    ("ignored", "dp(4, sync=diloco(2, quorum=3))"),
     ("uneven", 'dp(4, sync=diloco(4, quorum=2, fragments=2, overlap=1, blend=0.5, weight="tokens2/steps"))'),
     ("momentum", 'dp(4, sync=diloco(2, quorum=3, merge="radial", grace=0.0))'),
     ("plain", 'dp(4, sync=gossip("ring", "async"))'),
-]  # fmt: skip
+]
 
 
 def test_a_quorum_of_all_is_the_scheme_without_one(ranks: Ranks) -> None:
@@ -69,10 +76,12 @@ def test_a_run_resumed_with_moves_that_are_not_taken_yet_is_the_same_to_the_bit(
 
 @pytest.mark.parametrize(
     ("strategy", "point"),
-    [("dp(3, sync=diloco(4, quorum=2))", "step: forward"),
-     ("dp(3, sync=diloco(4, quorum=2, fragments=2, overlap=1))", "step: updated"),
-     ("dp(3, sync=diloco(4, quorum=3))", "evaluate: measured")],
-)  # fmt: skip
+    [
+        ("dp(3, sync=diloco(4, quorum=2))", "step: forward"),
+        ("dp(3, sync=diloco(4, quorum=2, fragments=2, overlap=1))", "step: updated"),
+        ("dp(3, sync=diloco(4, quorum=3))", "evaluate: measured"),
+    ],
+)
 def test_the_others_go_on_at_once_when_an_island_is_killed(
     ranks: Ranks, tmp_path: Path, strategy: str, point: str
 ) -> None:
@@ -85,10 +94,14 @@ def test_the_others_go_on_at_once_when_an_island_is_killed(
 
 
 LOSING = (
-    "dp(4, sync=diloco(4, quorum=2))", "dp(4, sync=diloco(4, quorum=3, fragments=2, overlap=1, blend=0.5))",
-    'dp(4, sync=gossip("ring", "async"))', 'dp(4, sync=gossip("ring"))', "dp(4, sync=local(4))",
-    "dp(4, sync=elastic(2, 0.2, 'async'))", "dp(2, sync=diloco(4)) * dp(2, zero=3)",
-)  # fmt: skip
+    "dp(4, sync=diloco(4, quorum=2))",
+    "dp(4, sync=diloco(4, quorum=3, fragments=2, overlap=1, blend=0.5))",
+    'dp(4, sync=gossip("ring", "async"))',
+    'dp(4, sync=gossip("ring"))',
+    "dp(4, sync=local(4))",
+    "dp(4, sync=elastic(2, 0.2, 'async'))",
+    "dp(2, sync=diloco(4)) * dp(2, zero=3)",
+)
 POINTS = ("step: forward", "step: backward done", "step: updated", "step: published", "evaluate: measured")
 
 

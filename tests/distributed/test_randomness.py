@@ -53,12 +53,17 @@ PROOFS: dict[int, list[tuple[str, str]]] = {
 MORE: dict[int, list[tuple[str, str]]] = {
     2: [("encoder", "pp(2, micro=2)"), ("noisy", "pp(2, micro=2)"), ("sequence_first", "tp(2)"), ("by_hand", "dp(2)")],
     4: [
-        ("decoder", 'cp(2, "ulysses") * tp(2)'), ("decoder", "dp(2) * cp(2)"), ("decoder", "dp(2, zero=1) * tp(2)"),
-        ("decoder", "pp(2, micro=3) * cp(2)"), ("sgld", "pp(2, micro=2) * dp(2, zero=3)"), ("decoder", "cp(4)"),
-        ("decoder", 'pp(4, "gpipe", micro=3)'), ("decoder", "tp(4)"),
+        ("decoder", 'cp(2, "ulysses") * tp(2)'),
+        ("decoder", "dp(2) * cp(2)"),
+        ("decoder", "dp(2, zero=1) * tp(2)"),
+        ("decoder", "pp(2, micro=3) * cp(2)"),
+        ("sgld", "pp(2, micro=2) * dp(2, zero=3)"),
+        ("decoder", "cp(4)"),
+        ("decoder", 'pp(4, "gpipe", micro=3)'),
+        ("decoder", "tp(4)"),
     ],
     8: [("decoder", "pp(2, micro=2) * dp(2, zero=1) * tp(2)")],
-}  # fmt: skip
+}
 
 
 def prove(ranks: Ranks, cases: list[tuple[str, str]], world: int) -> None:
@@ -105,12 +110,20 @@ def test_a_draw_that_belongs_to_no_sample_is_refused_by_name() -> None:
 
 STRATEGIES = {
     2: [
-        "dp(2)", "dp(2, zero=3)", 'pp(2, "gpipe", micro=2)', 'pp(2, "interleaved", micro=2, chunks=2)',
-        'pp(2, "zero-bubble", micro=2)', 'pp(2, "pipedream", micro=2)', "tp(2)", "tp(2, sequence=True)",
-        "tp(2, batch=True)", "cp(2)", 'cp(2, "ulysses")',
+        "dp(2)",
+        "dp(2, zero=3)",
+        'pp(2, "gpipe", micro=2)',
+        'pp(2, "interleaved", micro=2, chunks=2)',
+        'pp(2, "zero-bubble", micro=2)',
+        'pp(2, "pipedream", micro=2)',
+        "tp(2)",
+        "tp(2, sequence=True)",
+        "tp(2, batch=True)",
+        "cp(2)",
+        'cp(2, "ulysses")',
     ],
     4: ["pp(2, micro=2) * tp(2)", "cp(2) * tp(2)", "dp(2) * cp(2)"],
-}  # fmt: skip
+}
 
 
 def faults_of(everyone: list[list[dict[str, Any]]], serial: list[dict[str, Any]]) -> list[str]:

@@ -59,8 +59,8 @@ PAIRS = [
     ("uneven:mixtral", "ep(2)", "dp(2, zero=1)"),
     ("uneven:mixtral", "dp(2, zero=3)", "ep(2) * tp(2)"),
     ("uneven:llama_tied", "dp(2, zero=3) * tp(2)", 'pp(2, "1f1b", micro=4) * dp(2)'),
-    ("uneven:llama_tied", "pp(2) * tp(2)", "cp(2, \"ulysses\")"),
-]  # fmt: skip
+    ("uneven:llama_tied", "pp(2) * tp(2)", 'cp(2, "ulysses")'),
+]
 HUGGING_FACE = [pair for pair in PAIRS if pair[0] in ("uneven:mixtral", "uneven:llama_tied")]
 
 

@@ -33,23 +33,33 @@ def train(folder: Path, strategy: str, fail: str | None = None, **more: Any) -> 
         job=LOOSE, strategy=strategy, folder=str(folder), gate=False, checkpoint_every=EVERY, fail=fail
     )
     said: list[Any] = []
-    outcomes = train_restoring(
-        options, parse(strategy).world, hang_after_s=30, on_message=said.append, **more
-    )  # fmt: skip
+    outcomes = train_restoring(options, parse(strategy).world, hang_after_s=30, on_message=said.append, **more)
     return outcomes, said
 
 
 @pytest.mark.parametrize(
     ("strategy", "lost"),
-    [("dp(2, sync=asp(), via=ps(2))", 3), ("dp(2, sync=asp(), via=ps(2))", 2),
-     ("dp(3, sync=ssp(2), via=ps(2, colocated=True))", 1), ("dp(3, sync=local(3))", 0),
-     pytest.param("dp(3, sync=softsync(2), via=ps(1))", 3, marks=pytest.mark.slow),
-     pytest.param("dp(3, sync=bsp(backup=1), via=ps(1))", 0, marks=pytest.mark.slow),
-     pytest.param("dp(3, sync=hogwild())", 0, marks=pytest.mark.slow),
-     pytest.param('dp(4, sync=gossip("ring"))', 0, marks=pytest.mark.slow)],
-    ids=["a shard", "the coordinator", "a worker with a shard", "the first island", "softsync", "backup", "hogwild",
-         "gossip"],
-)  # fmt: skip
+    [
+        ("dp(2, sync=asp(), via=ps(2))", 3),
+        ("dp(2, sync=asp(), via=ps(2))", 2),
+        ("dp(3, sync=ssp(2), via=ps(2, colocated=True))", 1),
+        ("dp(3, sync=local(3))", 0),
+        pytest.param("dp(3, sync=softsync(2), via=ps(1))", 3, marks=pytest.mark.slow),
+        pytest.param("dp(3, sync=bsp(backup=1), via=ps(1))", 0, marks=pytest.mark.slow),
+        pytest.param("dp(3, sync=hogwild())", 0, marks=pytest.mark.slow),
+        pytest.param('dp(4, sync=gossip("ring"))', 0, marks=pytest.mark.slow),
+    ],
+    ids=[
+        "a shard",
+        "the coordinator",
+        "a worker with a shard",
+        "the first island",
+        "softsync",
+        "backup",
+        "hogwild",
+        "gossip",
+    ],
+)
 def test_a_lost_server_and_a_lost_first_island_are_restored(tmp_path: Path, strategy: str, lost: int) -> None:
     outcomes, said = train(tmp_path / "run", strategy, f"rank {lost} at step 15")
     first = outcomes[0]
@@ -77,8 +87,10 @@ def test_under_bsp_a_restored_run_has_the_numbers_of_an_undisturbed_one(tmp_path
         for name, fail in (("calm", None), ("lost", f"rank {lost} at step {step}"))
     }
     assert found["lost"]["restored"][0]["resumed_at"] == (0 if lost == 2 else 12)
-    calm, again = ([json.loads(line) for line in (tmp_path / name / "steps.jsonl").read_text().splitlines()]
-                   for name in ("calm", "lost"))  # fmt: skip
+    calm, again = (
+        [json.loads(line) for line in (tmp_path / name / "steps.jsonl").read_text().splitlines()]
+        for name in ("calm", "lost")
+    )
     assert [row["loss"] for row in again] == [row["loss"] for row in calm]
     assert found["lost"]["metrics"] == found["calm"]["metrics"]
 

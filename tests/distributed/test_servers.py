@@ -18,10 +18,13 @@ PROVE = "distributed.server_targets:prove_served"
 MOE = str(Path(__file__).parents[2] / "examples" / "moe.py")
 
 COLOCATED = [
-    ("plain", "dp(2, via=ps(1, colocated=True))"), ("norm", "dp(2, via=ps(2, colocated=True))"),
-    ("unused", "dp(2, via=ps(2, colocated=True))"), ("uneven", "dp(2, via=ps(2, colocated=True))"),
-    ("momentum", "dp(2, via=ps(2, colocated=True)) * accumulate(2)"), ("plain", "dp(2, sync=ssp(0))"),
-]  # fmt: skip
+    ("plain", "dp(2, via=ps(1, colocated=True))"),
+    ("norm", "dp(2, via=ps(2, colocated=True))"),
+    ("unused", "dp(2, via=ps(2, colocated=True))"),
+    ("uneven", "dp(2, via=ps(2, colocated=True))"),
+    ("momentum", "dp(2, via=ps(2, colocated=True)) * accumulate(2)"),
+    ("plain", "dp(2, sync=ssp(0))"),
+]
 
 
 def proven(ranks: Ranks, cases: list[tuple[str, str]], *, world: int, steps: int = 5) -> None:
@@ -37,12 +40,18 @@ def test_servers_among_workers_train_as_one_process(ranks: Ranks) -> None:
 
 
 DEDICATED = [
-    ("plain", "dp(2, via=ps(2))"), ("norm", "dp(2, via=ps(2))"), ("sometimes", "dp(2, via=ps(2))"),
-    ("matrices", "dp(2, via=ps(2))"), ("trust", "dp(3, via=ps(1))"),
-    ("dropout", "dp(3, via=ps(1))"), ("uneven", "dp(2, sync=ssp(0), via=ps(2))"), ("uneven", "dp(3, via=ps(1))"),
-]  # fmt: skip
+    ("plain", "dp(2, via=ps(2))"),
+    ("norm", "dp(2, via=ps(2))"),
+    ("sometimes", "dp(2, via=ps(2))"),
+    ("matrices", "dp(2, via=ps(2))"),
+    ("trust", "dp(3, via=ps(1))"),
+    ("dropout", "dp(3, via=ps(1))"),
+    ("uneven", "dp(2, sync=ssp(0), via=ps(2))"),
+    ("uneven", "dp(3, via=ps(1))"),
+]
 INSIDE = [
-    ("plain", "dp(4, via=ps(2, colocated=True, levels=2))"), ("plain", "dp(2, via=ps(2, colocated=True)) * tp(2)"),
+    ("plain", "dp(4, via=ps(2, colocated=True, levels=2))"),
+    ("plain", "dp(2, via=ps(2, colocated=True)) * tp(2)"),
     ("plain", "dp(2, via=ps(2, colocated=True)) * dp(2, zero=3)"),
     ("unused", "dp(2, via=ps(1, colocated=True)) * dp(2, zero=2)"),
     ("plain", 'dp(2, via=ps(2, colocated=True)) * pp(2, "1f1b", micro=3)'),
@@ -50,7 +59,7 @@ INSIDE = [
     ("plain", 'dp(1, via=ps(1)) * pp(2, "1f1b", micro=2)'),
     ("uneven_tokens", "dp(2, via=ps(2, colocated=True)) * cp(2)"),
     (MOE, "dp(2, via=ps(1, colocated=True)) * ep(2)"),
-]  # fmt: skip
+]
 
 
 def test_servers_of_their_own_train_as_one_process(ranks: Ranks) -> None:
@@ -63,16 +72,21 @@ def test_servers_of_sharded_and_cut_replicas_train_as_one_process(ranks: Ranks) 
 
 REPLAYED = "distributed.server_targets:replayed"
 ASYNCHRONOUS = [
-    ("plain", "dp(2, sync=asp(), via=ps(2))"), ("momentum", 'dp(3, sync=asp(lr="staleness"), via=ps(1))'),
-    ("plain", "dp(3, sync=asp(compensate=0.5), via=ps(1))"), ("unused", "dp(3, sync=softsync(2), via=ps(1))"),
-    ("norm", "dp(3, sync=ssp(2), via=ps(1))"), ("plain", "dp(3, sync=bsp(backup=1), via=ps(1))"),
-    ("uneven", "dp(4, sync=asp())"), ("plain", "dp(2, sync=asp()) * dp(2, zero=3)"),
+    ("plain", "dp(2, sync=asp(), via=ps(2))"),
+    ("momentum", 'dp(3, sync=asp(lr="staleness"), via=ps(1))'),
+    ("plain", "dp(3, sync=asp(compensate=0.5), via=ps(1))"),
+    ("unused", "dp(3, sync=softsync(2), via=ps(1))"),
+    ("norm", "dp(3, sync=ssp(2), via=ps(1))"),
+    ("plain", "dp(3, sync=bsp(backup=1), via=ps(1))"),
+    ("uneven", "dp(4, sync=asp())"),
+    ("plain", "dp(2, sync=asp()) * dp(2, zero=3)"),
     ("plain", "dp(4, sync=asp(), via=ps(2, colocated=True, levels=2))"),
     ("plain", 'dp(2, sync=ssp(1)) * pp(2, "1f1b", micro=3)'),
-    ("wide", "dp(3, sync=asp(), via=ps(1), compress=topk(0.05))"), ("ignored", "dp(3, sync=asp(), via=ps(1))"),
+    ("wide", "dp(3, sync=asp(), via=ps(1), compress=topk(0.05))"),
+    ("ignored", "dp(3, sync=asp(), via=ps(1))"),
     ("wide", "dp(2, sync=ssp(1), via=ps(2), compress=dgc(0.1))"),
     ("wide", "dp(3, sync=bsp(backup=1), via=ps(1), compress=int8())"),
-]  # fmt: skip
+]
 
 
 def differences(ranks: Ranks, cases: list[tuple[str, str]], *, target: str = REPLAYED) -> list[float]:
@@ -127,9 +141,13 @@ def test_what_compressed_pushes_kept_is_part_of_a_checkpoint(ranks: Ranks, tmp_p
 
 def test_the_state_of_the_servers_is_part_of_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     asked = {
-        "job": "momentum", "strategy": "dp(2, via=ps(1))", "under": "dp(2, via=ps(1))", "at": 3, "steps": 6,
+        "job": "momentum",
+        "strategy": "dp(2, via=ps(1))",
+        "under": "dp(2, via=ps(1))",
+        "at": 3,
+        "steps": 6,
         "folder": str(tmp_path),
-    }  # fmt: skip
+    }
     rows = ranks("distributed.server_targets:forgets_state", asked, ranks=3)
     assert max(row["difference"] for row in rows) > 1e-6
 
@@ -143,19 +161,32 @@ def disturbed(
 ) -> Any:
     chosen = parse(strategy)
     asked = {
-        "job": LOOSE, "strategy": strategy, "folder": str(tmp_path / "run"), "gate": False, "checkpoint_every": 11,
-        "disturbed": rows, **options,
-    }  # fmt: skip
+        "job": LOOSE,
+        "strategy": strategy,
+        "folder": str(tmp_path / "run"),
+        "gate": False,
+        "checkpoint_every": 11,
+        "disturbed": rows,
+        **options,
+    }
     return ranks(target, asked, ranks=chosen.world, islands=losable(chosen))
 
 
 @pytest.mark.parametrize(
     "strategy",
-    ["dp(3, sync=asp(), via=ps(1))", "dp(3, sync=ssp(2), via=ps(1))",
-     *(pytest.param(text, marks=pytest.mark.slow) for text in (
-         "dp(3, sync=softsync(1), via=ps(1))", "dp(3, sync=bsp(backup=1), via=ps(1))",
-         "dp(3, sync=asp(), via=ps(1, colocated=True))"))],
-)  # fmt: skip
+    [
+        "dp(3, sync=asp(), via=ps(1))",
+        "dp(3, sync=ssp(2), via=ps(1))",
+        *(
+            pytest.param(text, marks=pytest.mark.slow)
+            for text in (
+                "dp(3, sync=softsync(1), via=ps(1))",
+                "dp(3, sync=bsp(backup=1), via=ps(1))",
+                "dp(3, sync=asp(), via=ps(1, colocated=True))",
+            )
+        ),
+    ],
+)
 def test_a_killed_worker_does_not_stop_the_others(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
     results = disturbed(ranks, tmp_path, strategy, [(2, "step: backward done", 10, None)])
     assert results[2] is None

@@ -20,17 +20,29 @@ PLANES = JOBS / "planes.py"
 STEPS = 3
 
 TWO = [
-    ("unet", "spatial(2)"), ("unet", "spatial(2, 'width')"), ("unet_bilinear", "spatial(2)"), ("mixture", "spatial(2)"),
-    ("volume", "spatial(2)"), ("volume", "spatial(2, 'width')"), ("signal", "spatial(2)"),
-    ("unet", "spatial(2) * recompute('full')"), ("unet", "spatial(2) * accumulate(2)"),
-]  # fmt: skip
+    ("unet", "spatial(2)"),
+    ("unet", "spatial(2, 'width')"),
+    ("unet_bilinear", "spatial(2)"),
+    ("mixture", "spatial(2)"),
+    ("volume", "spatial(2)"),
+    ("volume", "spatial(2, 'width')"),
+    ("signal", "spatial(2)"),
+    ("unet", "spatial(2) * recompute('full')"),
+    ("unet", "spatial(2) * accumulate(2)"),
+]
 THREE = [("unet", "spatial(3)"), ("mixture", "spatial(3, 'width')"), ("volume", "spatial(3)")]
 FOUR = [
-    ("unet", "spatial(4)"), ("unet", "spatial(4, 'both')"), ("mixture", "spatial(4, 'both')"),
-    ("unet", "dp(2) * spatial(2)"), ("unet", "dp(2, zero=3) * spatial(2)"), ("mixture", "dp(2, zero=1) * spatial(2)"),
-    ("unet", "pp(2, '1f1b', micro=2) * spatial(2)"), ("pyramid", "pp(2, 'zero-bubble', micro=2) * spatial(2)"),
-    ("unet", "tp(2) * spatial(2)"), ("unet", "dp(2) * spatial(2) * recompute('selective')"),
-]  # fmt: skip
+    ("unet", "spatial(4)"),
+    ("unet", "spatial(4, 'both')"),
+    ("mixture", "spatial(4, 'both')"),
+    ("unet", "dp(2) * spatial(2)"),
+    ("unet", "dp(2, zero=3) * spatial(2)"),
+    ("mixture", "dp(2, zero=1) * spatial(2)"),
+    ("unet", "pp(2, '1f1b', micro=2) * spatial(2)"),
+    ("pyramid", "pp(2, 'zero-bubble', micro=2) * spatial(2)"),
+    ("unet", "tp(2) * spatial(2)"),
+    ("unet", "dp(2) * spatial(2) * recompute('selective')"),
+]
 OF_OTHERS = [("resnet", "spatial(2)"), ("convnext", "spatial(2)")]
 
 

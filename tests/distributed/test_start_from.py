@@ -24,8 +24,15 @@ from shoal.job import from_transformers
 pretrained = from_transformers({folder!r}, sequence=16, global_batch=8, steps=2)
 other = from_transformers(LlamaConfig(**{config}), sequence=16, global_batch=8, steps=2)
 """
-CONFIG = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-          "num_key_value_heads": 2, "vocab_size": 256, "tie_word_embeddings": True}  # fmt: skip
+CONFIG = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +151,11 @@ def test_a_checkpoint_that_fsdp2_ranks_have_written_is_a_start(tmp_path: Path) -
     tests = str(Path(__file__).parents[1])
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
-        env={"PYTHONPATH": tests, "PATH": "", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+        env={"PYTHONPATH": tests, "PATH": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     from shoal.job.weights.files import weight_files
     from shoal.job.weights.start import fill

@@ -51,8 +51,9 @@ def test_a_job_between_hosts_ends_before_it_says_anything_without_a_token(ranks:
     assert found[0]["error"].startswith("SHOAL_TOKEN is not set, and MASTER_ADDR is")
 
 
-@pytest.mark.parametrize("here", [{"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "h", "WORLD_SIZE": "2",
-                                                                  "LOCAL_WORLD_SIZE": "2"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "here", [{"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "h", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}]
+)
 def test_on_one_host_ranks_share_a_file_that_no_other_user_reads(here: dict[str, str], tmp_path: Path) -> None:
     environment = {**here, "XDG_CACHE_HOME": str(tmp_path)}
     tokens = {job_token(environment) for _ in range(3)}
@@ -167,8 +168,9 @@ def poisoning(port: int, *, again: bool, delete: bool = False) -> Iterator[list[
                 for _ in range(3):
                     noise.append(socket.create_connection(("127.0.0.1", port), timeout=1))
                     noise[-1].sendall(chance.randbytes(64))
-                store = dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=5),
-                                      wait_for_workers=False)  # fmt: skip
+                store = dist.TCPStore(
+                    "127.0.0.1", port, None, False, timeout=timedelta(seconds=5), wait_for_workers=False
+                )
                 while not done.wait(0.001):
                     for key in store.list_keys():
                         if delete:
@@ -215,9 +217,13 @@ def test_a_store_that_is_poisoned_all_the_time_ends_a_job_in_a_sentence(ranks: R
 
 
 ODD = {
-    "blank": " ", "long": "x" * 100_000, "letters of many scripts": "schön-Ω-☃", "lines": "one\ntwo\n",
-    "no text": os.fsdecode(bytes([0xFF, 0xFE, 0x80])), "words": "a token; $(true) 'quoted' \\",
-}  # fmt: skip
+    "blank": " ",
+    "long": "x" * 100_000,
+    "letters of many scripts": "schön-Ω-☃",
+    "lines": "one\ntwo\n",
+    "no text": os.fsdecode(bytes([0xFF, 0xFE, 0x80])),
+    "words": "a token; $(true) 'quoted' \\",
+}
 
 
 @pytest.mark.parametrize("name", sorted(ODD))
@@ -321,9 +327,12 @@ def test_a_process_of_another_user_is_a_stranger_on_the_same_host() -> None:
 
 @pytest.mark.parametrize(
     ("what", "reason"),
-    [("replay", "does not hold this job's token"), ("other job", "does not hold this job's token"),
-     ("byte by byte", None)],
-)  # fmt: skip
+    [
+        ("replay", "does not hold this job's token"),
+        ("other job", "does not hold this job's token"),
+        ("byte by byte", None),
+    ],
+)
 def test_a_handshake_counts_for_one_connection_of_one_session_only(what: str, reason: str | None) -> None:
     secret, other = derive(b"token", "links", "g", "session 1"), derive(b"token", "links", "g", "session 2")
 

@@ -14,31 +14,36 @@ from shoal.launch import RankFailed
 Ranks = Callable[..., list[Any]]
 
 STREAMING = [
-    ("plain", "dp(2, sync=diloco(4, fragments=2))"), ("uneven", "dp(2, sync=diloco(3, fragments=3, overlap=1))"),
-    ("norm", "dp(2, sync=diloco(4, fragments=2, overlap=3, blend=0.5))"), ("plain", "dp(2, sync=diloco(2, overlap=1))"),
-    ("plain", "dp(2, sync=diloco(2, eager=True))"), ("uneven", "dp(2, sync=diloco(3, fragments=2, eager=True))"),
+    ("plain", "dp(2, sync=diloco(4, fragments=2))"),
+    ("uneven", "dp(2, sync=diloco(3, fragments=3, overlap=1))"),
+    ("norm", "dp(2, sync=diloco(4, fragments=2, overlap=3, blend=0.5))"),
+    ("plain", "dp(2, sync=diloco(2, overlap=1))"),
+    ("plain", "dp(2, sync=diloco(2, eager=True))"),
+    ("uneven", "dp(2, sync=diloco(3, fragments=2, eager=True))"),
     ("plain", 'dp(2, sync=diloco(2, merge="radial"))'),
     ("uneven", 'dp(2, sync=diloco(4, fragments=2, overlap=1, blend=0.5, merge="radial", weight="equal"))'),
-    ("uneven", 'dp(2, sync=diloco(2, weight="tokens2/steps"))'), ("dropout", "dp(2, sync=diloco(3, fragments=2))"),
+    ("uneven", 'dp(2, sync=diloco(2, weight="tokens2/steps"))'),
+    ("dropout", "dp(2, sync=diloco(3, fragments=2))"),
     ("unused", "dp(2, sync=diloco(2, fragments=2, overlap=1))"),
-]  # fmt: skip
+]
 COMPOSED = [
     ("plain", "dp(2, sync=diloco(4, fragments=2, overlap=1)) * dp(2, zero=3)"),
     ("plain", 'dp(2, sync=diloco(2, merge="radial")) * dp(2, zero=1)'),
     ("plain", 'dp(2, sync=diloco(3, fragments=2, merge="radial")) * tp(2)'),
     ("plain", 'dp(2, sync=diloco(3, fragments=2, eager=True, merge="radial")) * pp(2, "1f1b", micro=3)'),
     ("plain", "dp(4, sync=diloco(2, fragments=2, overlap=1, blend=0.5))"),
-]  # fmt: skip
+]
 NAMED = [
-    ("plain", "dp(2, sync=diloco(4)) * dp(2, zero=3)"), ("plain", 'dp(2, sync=diloco(4)) * pp(2, "1f1b", micro=4)'),
-    ]  # fmt: skip
+    ("plain", "dp(2, sync=diloco(4)) * dp(2, zero=3)"),
+    ("plain", 'dp(2, sync=diloco(4)) * pp(2, "1f1b", micro=4)'),
+]
 IDENTITIES = [
     ("plain", "dp(2, sync=diloco(3, fragments=1, overlap=0, blend=0.0))", "dp(2, sync=diloco(3))"),
     ("plain", "dp(2, sync=diloco(3, lr=1.0, momentum=0.0, blend=0.0))", "dp(2, sync=local(3))"),
     ("sgd", "dp(2, sync=diloco(1, lr=1.0, momentum=0.0))", "dp(2)"),
     ("plain", "dp(2, sync=diloco(3, fragments=2))", "dp(2, sync=diloco(3))"),
     ("plain", "dp(2, sync=diloco(3, eager=True))", "dp(2, sync=diloco(3))"),
-]  # fmt: skip
+]
 """The last two are not the same."""
 
 
@@ -64,11 +69,14 @@ def test_four_islands_of_two_ranks_train_as_their_simulation(ranks: Ranks) -> No
 
 
 START = [
-    ("plain", "dp(2, sync=local(3, start=2))"), ("norm", "dp(2, sync=local(2, start=3))"),
-    ("uneven", "dp(2, sync=local(3, start=4))"), ("unused", "dp(2, sync=local(3, start=2))"),
-    ("plain", 'dp(2, sync=local(2, state="reset"))'), ("uneven", 'dp(2, sync=diloco(3, state="reset"))'),
+    ("plain", "dp(2, sync=local(3, start=2))"),
+    ("norm", "dp(2, sync=local(2, start=3))"),
+    ("uneven", "dp(2, sync=local(3, start=4))"),
+    ("unused", "dp(2, sync=local(3, start=2))"),
+    ("plain", 'dp(2, sync=local(2, state="reset"))'),
+    ("uneven", 'dp(2, sync=diloco(3, state="reset"))'),
     ("momentum", 'dp(2, sync=bmuf(2, state="reset"))'),
-]  # fmt: skip
+]
 
 
 def test_a_synchronous_start_and_reset_optimisers_train_as_their_simulation(ranks: Ranks) -> None:
@@ -109,9 +117,12 @@ def test_one_eager_island_is_one_island_of_diloco(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "world", "at"),
-    [("dp(2, sync=diloco(4, fragments=2, overlap=1, blend=0.5))", 2, 5), ("dp(2, sync=diloco(4, eager=True))", 2, 6),
-     ("dp(2, sync=diloco(4, fragments=2, overlap=3)) * dp(2, zero=3)", 4, 6)],
-)  # fmt: skip
+    [
+        ("dp(2, sync=diloco(4, fragments=2, overlap=1, blend=0.5))", 2, 5),
+        ("dp(2, sync=diloco(4, eager=True))", 2, 6),
+        ("dp(2, sync=diloco(4, fragments=2, overlap=3)) * dp(2, zero=3)", 4, 6),
+    ],
+)
 def test_a_run_resumed_with_rounds_on_the_wire_is_the_same_to_the_bit(
     ranks: Ranks, tmp_path: Path, strategy: str, world: int, at: int
 ) -> None:
@@ -123,9 +134,12 @@ def test_a_run_resumed_with_rounds_on_the_wire_is_the_same_to_the_bit(
 
 @pytest.mark.parametrize(
     ("fault", "strategy"),
-    [("ends_exchanged", "dp(2, sync=diloco(2, overlap=1, blend=0.2))"), ("one_round_behind", "dp(2, sync=diloco(2))"),
-     ("wrong_sign", "dp(2, sync=diloco(2, fragments=2, overlap=1))")],
-)  # fmt: skip
+    [
+        ("ends_exchanged", "dp(2, sync=diloco(2, overlap=1, blend=0.2))"),
+        ("one_round_behind", "dp(2, sync=diloco(2))"),
+        ("wrong_sign", "dp(2, sync=diloco(2, fragments=2, overlap=1))"),
+    ],
+)
 def test_faults_of_public_implementations_are_found(ranks: Ranks, fault: str, strategy: str) -> None:
     case = [("plain", strategy)]
     assert proven(ranks, case, world=2, target=f"distributed.island_targets:{fault}")[0] > 1e-6

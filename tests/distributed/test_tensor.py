@@ -45,12 +45,16 @@ DECODERS: dict[str, dict[str, Any]] = {
     "sequence, columns gather": {"between": "sequence", "entries": False},
     "sequence, recomputed": {"between": "sequence", "recompute": "full"},
     "sequence, columns gather, selectively recomputed": {
-        "between": "sequence", "entries": False, "recompute": "selective",
+        "between": "sequence",
+        "entries": False,
+        "recompute": "selective",
     },
     "sequence, norm after the row, selectively recomputed": {
-        "between": "sequence", "recompute": "selective", "block": "PostNorm",
+        "between": "sequence",
+        "recompute": "selective",
+        "block": "PostNorm",
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -88,9 +92,14 @@ def closed(between: Any, *, again: str = "", world: int = 2, listed: bool = Fals
             # The norm of a head is whole; with the sequence cut its gradient is summed with all others, later.
             norm = [HEAD * 8] if region == "attention" and between == "whole" and not listed else []
             calls += region_calls(
-                tp, between=between, input_bytes=[STREAM], output_bytes=[STREAM], inside_bytes=norm,
-                recomputed_inputs=bool(again), recomputed_outputs=region in again,
-            )  # fmt: skip
+                tp,
+                between=between,
+                input_bytes=[STREAM],
+                output_bytes=[STREAM],
+                inside_bytes=norm,
+                recomputed_inputs=bool(again),
+                recomputed_outputs=region in again,
+            )
     return ledger_of([*calls, *(stream_calls(tp, stream_bytes=STREAM) if between == "sequence" else ())], on_one_host)
 
 
@@ -118,8 +127,15 @@ def test_cutting_the_sequence_moves_the_bytes_that_a_whole_stream_moves_but_for_
 
 
 def test_with_the_sequence_cut_everything_whole_in_the_blocks_is_partial_and_nothing_else(ranks: Ranks) -> None:
-    whole = ("attention.out.bias", "attention.q_norm.weight", "mlp.down.bias", "norm1.bias", "norm1.weight",
-             "norm2.bias", "norm2.weight")  # fmt: skip
+    whole = (
+        "attention.out.bias",
+        "attention.q_norm.weight",
+        "mlp.down.bias",
+        "norm1.bias",
+        "norm1.weight",
+        "norm2.bias",
+        "norm2.weight",
+    )
     for rank in ranks(f"{HERE}:decoder", {"between": "sequence"}, ranks=2):
         assert rank["partial"] == [f"blocks.{n}.{name}" for n in range(2) for name in whole]
 
@@ -158,8 +174,14 @@ def test_samples_dealt_out_and_wide_layers_cut_on_the_same_ranks(ranks: Ranks, w
         assert Ledger.from_json(rank["counted"]).differences(expected) == []
         assert rank["cuts"] == ["down.weight", "up.bias", "up.weight"]
         assert rank["partial"] == [
-            "conv.bias", "conv.weight", "down.bias", "last.bias", "last.weight", "norm.bias", "norm.weight",
-        ]  # fmt: skip
+            "conv.bias",
+            "conv.weight",
+            "down.bias",
+            "last.bias",
+            "last.weight",
+            "norm.bias",
+            "norm.weight",
+        ]
 
 
 @pytest.mark.parametrize("between", ["whole", "sequence"])
@@ -205,15 +227,27 @@ def test_bfloat16_crosses_the_wire_in_half_the_bytes(ranks: Ranks, between: str)
 
 def test_what_does_not_fit_is_refused_in_a_sentence(ranks: Ranks) -> None:
     words = {
-        "parts": "3 parts, which do not divide among 2 ranks", "name": "'upp.weight'", "shape": "[48, 24]",
-        "module": "'dwn'", "scaled": "nothing", "bias_k": "add_bias_kv", "zero attention": "add_zero_attn",
-        "sequence": "blocks.0.mix adds along it", "weights used": "need_weights=False",
-        "weights in a sum": "need_weights=False", "mask": "[3, 3]", "leak": "part of its gradient",
+        "parts": "3 parts, which do not divide among 2 ranks",
+        "name": "'upp.weight'",
+        "shape": "[48, 24]",
+        "module": "'dwn'",
+        "scaled": "nothing",
+        "bias_k": "add_bias_kv",
+        "zero attention": "add_zero_attn",
+        "sequence": "blocks.0.mix adds along it",
+        "weights used": "need_weights=False",
+        "weights in a sum": "need_weights=False",
+        "mask": "[3, 3]",
+        "leak": "part of its gradient",
         "leak of frozen parameters": "part of its gradient",
-        "max_norm": "max_norm", "scale_grad_by_freq": "scale_grad_by_freq", "word": "word 8 is out of range",
-        "negative word": "word -1", "too few": "too little", "length": "11 does not divide",
+        "max_norm": "max_norm",
+        "scale_grad_by_freq": "scale_grad_by_freq",
+        "word": "word 8 is out of range",
+        "negative word": "word -1",
+        "too few": "too little",
+        "length": "11 does not divide",
         "samples": "7 does not divide",
-    }  # fmt: skip
+    }
     for said in ranks("distributed.tensor_edges:refusals", ranks=2):
         assert set(said) == set(words)
         assert [name for name, part in words.items() if part not in said[name]] == []

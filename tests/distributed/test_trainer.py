@@ -44,9 +44,13 @@ def test_callbacks_run_on_one_rank_in_order_and_end_the_run_on_all(
 ) -> None:
     log = tmp_path / "log"
     run = shoal.train(
-        trainer_jobs.plain(), "dp(2, zero=3)", callbacks=[trainer_jobs.Log(str(log), at, stop_on)], gate=False,
-        folder=tmp_path / "run", checkpoint_every=3,
-    )  # fmt: skip
+        trainer_jobs.plain(),
+        "dp(2, zero=3)",
+        callbacks=[trainer_jobs.Log(str(log), at, stop_on)],
+        gate=False,
+        folder=tmp_path / "run",
+        checkpoint_every=3,
+    )
     assert (run.status, len(run.steps), run.summary["ended"]) == ("finished", last, "enough")
     found = rows(log)
     assert len({row["pid"] for row in found}) == 1
@@ -84,8 +88,11 @@ def test_best_and_last_checkpoints_are_kept_and_async_ones_have_the_same_bytes(r
         path = tmp_path / "later" / "checkpoints" / f"step-{step:08d}"
         assert open_checkpoint(path).sums == open_checkpoint(tmp_path / "now" / "checkpoints" / path.name).sums
         assert {each.name for each in path.iterdir()} == {
-            "checkpoint.json", "SHA256SUMS", "rank-00000.safetensors", "rank-00001.safetensors",
-        }  # fmt: skip
+            "checkpoint.json",
+            "SHA256SUMS",
+            "rank-00000.safetensors",
+            "rank-00001.safetensors",
+        }
 
 
 def test_a_resumed_run_takes_its_job_and_options_from_the_run(tmp_path: Path) -> None:
@@ -105,9 +112,14 @@ def test_a_failure_in_the_background_is_reported_and_training_goes_on(ranks: Ran
     heard: list[dict[str, Any]] = []
     target = trainer_jobs.train_on_a_full_disk
     arguments = {
-        "job": f"{FILE}:plain", "strategy": "dp(2, zero=1)", "folder": str(tmp_path), "gate": False,
-        "checkpoint_every": 2, "checkpoint_async": True, "steps": 8,
-    }  # fmt: skip
+        "job": f"{FILE}:plain",
+        "strategy": "dp(2, zero=1)",
+        "folder": str(tmp_path),
+        "gate": False,
+        "checkpoint_every": 2,
+        "checkpoint_async": True,
+        "steps": 8,
+    }
     outcome = ranks(target, arguments, ranks=2, on_message=lambda rank, message: heard.append(message))[0]
     assert (outcome["status"], outcome["saved_step"]) == ("finished", 8)
     warned = [message["text"] for message in heard if message["event"] == "warning"]
@@ -139,7 +151,8 @@ def test_minutes_are_those_of_one_clock_and_are_rarely_asked_for(monkeypatch: py
     now, asked = [0.0], []
     monkeypatch.setattr("shoal.training.saving.time.monotonic", lambda: now[0])
     monkeypatch.setattr(
-        "shoal.training.saving.exchange", lambda report, over: [asked.append(now[0]) or report]  # type: ignore[func-returns-value]
+        "shoal.training.saving.exchange",
+        lambda report, over: [asked.append(now[0]) or report],  # type: ignore[func-returns-value]
     )
     timer, due = SharedTimer(60.0), []
     for step in range(1, 2001):

@@ -187,8 +187,12 @@ def test_a_correct_strategy_passes_whatever_the_seed_and_a_millionth_too_much_fa
 def test_the_gate_checks_complex_parameters_rare_counts_and_optimisers_that_draw(job: str, tmp_path: Path) -> None:
     said: list[str] = []
     train_job(
-        f"{JOBS}:{job}", "dp(2)", folder=tmp_path / "run", checkpoint_every=0, steps=1,
+        f"{JOBS}:{job}",
+        "dp(2)",
+        folder=tmp_path / "run",
+        checkpoint_every=0,
+        steps=1,
         on_message=lambda message: said.append(message.get("text", "")),
-    )  # fmt: skip
+    )
     assert any("checking the strategy" in text for text in said)
     assert not [text for text in said if "was not checked" in text]

@@ -26,9 +26,11 @@ HERE = Path(__file__).parent
 STEPS = 4
 
 LATER = [
-    ("language:tiny", "dp(3, zero=1)"), ("language:tiny", "dp(2) * dp(2, zero=3)"), ("image:tiny", "dp(2, zero=2)"),
+    ("language:tiny", "dp(3, zero=1)"),
+    ("language:tiny", "dp(2) * dp(2, zero=3)"),
+    ("image:tiny", "dp(2, zero=2)"),
     ("image:tiny", "dp(3, zero=3)"),
-]  # fmt: skip
+]
 """Their stages and levels are proven with other jobs in `make test`, with these in `make test-all`."""
 COVERING = [
     ("language:tiny", "dp(2)"),
@@ -48,12 +50,44 @@ GRID = [
     for zero in range(4)
 ]
 ODD = [
-    "plain", "sgd", "momentum", "decay", "rates", "adagrad", "rmsprop", "dropout", "tied", "unused", "frozen",
-    "buffers", "one_linear", "repeated", "structures", "primes", "in_place", "loose", "recurrent", "sparse", "norm",
-    "cumulative_norm", "frozen_norm", "short", "short_norm", "uneven", "uneven_norm", "late", "sometimes",
-    "own_norms", "short_own_norms", "spectral", "replaced", "counting", "returning",
-    "rare_inside", "tensor_rate",
-]  # fmt: skip
+    "plain",
+    "sgd",
+    "momentum",
+    "decay",
+    "rates",
+    "adagrad",
+    "rmsprop",
+    "dropout",
+    "tied",
+    "unused",
+    "frozen",
+    "buffers",
+    "one_linear",
+    "repeated",
+    "structures",
+    "primes",
+    "in_place",
+    "loose",
+    "recurrent",
+    "sparse",
+    "norm",
+    "cumulative_norm",
+    "frozen_norm",
+    "short",
+    "short_norm",
+    "uneven",
+    "uneven_norm",
+    "late",
+    "sometimes",
+    "own_norms",
+    "short_own_norms",
+    "spectral",
+    "replaced",
+    "counting",
+    "returning",
+    "rare_inside",
+    "tensor_rate",
+]
 MODIFIERS = ("", " * accumulate(2)", ' * recompute("full")', ' * recompute("selective") * accumulate(3)')
 
 
@@ -168,12 +202,14 @@ def test_state_that_forwards_change_is_changed_once_in_a_pipeline() -> None:
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
-                ("llama", "dp(3, zero=1) * accumulate(2)"), ("gpt2", "dp(2, zero=3)"), ("vit", "dp(2, zero=3)"),
+                ("llama", "dp(3, zero=1) * accumulate(2)"),
+                ("gpt2", "dp(2, zero=3)"),
+                ("vit", "dp(2, zero=3)"),
                 ("vit", "dp(3, zero=1) * accumulate(2)"),
             ]
         ),
     ],
-)  # fmt: skip
+)
 def test_hugging_face_models_train_exactly_as_the_serial_run(name: str, strategy: str) -> None:
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")

@@ -18,16 +18,24 @@ Ranks = Callable[..., Any]
 JOBS = Path(__file__).parent / "jobs" / "views.py"
 CASES: dict[int, list[tuple[str, str]]] = {
     2: [
-        ("masked", "tp(2)"), ("masked", "tp(2, sequence=True)"), ("masked", "tp(2) * recompute('full')"),
-        ("flash", "tp(2)"), ("flash", "tp(2, sequence=True) * recompute('selective')"),
-        ("at_once", "tp(2) * recompute('selective')"), ("at_once", "tp(2, sequence=True)"),
-        ("beside_samples", "tp(2)"), ("beside_samples", "tp(2, sequence=True) * recompute('full')"),
+        ("masked", "tp(2)"),
+        ("masked", "tp(2, sequence=True)"),
+        ("masked", "tp(2) * recompute('full')"),
+        ("flash", "tp(2)"),
+        ("flash", "tp(2, sequence=True) * recompute('selective')"),
+        ("at_once", "tp(2) * recompute('selective')"),
+        ("at_once", "tp(2, sequence=True)"),
+        ("beside_samples", "tp(2)"),
+        ("beside_samples", "tp(2, sequence=True) * recompute('full')"),
     ],
     4: [
-        ("masked", "tp(4)"), ("masked", "pp(2) * tp(2) * recompute('full')"), ("flash", "cp(2) * tp(2)"),
-        ("masked", "dp(2, zero=3) * tp(2)"), ("flash", "pp(2, 'zero-bubble', micro=3) * tp(2, sequence=True)"),
+        ("masked", "tp(4)"),
+        ("masked", "pp(2) * tp(2) * recompute('full')"),
+        ("flash", "cp(2) * tp(2)"),
+        ("masked", "dp(2, zero=3) * tp(2)"),
+        ("flash", "pp(2, 'zero-bubble', micro=3) * tp(2, sequence=True)"),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.timeout(240)

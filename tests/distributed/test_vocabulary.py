@@ -11,9 +11,15 @@ Ranks = Callable[..., Any]
 HERE = "distributed.vocabulary_targets"
 
 STAY_CUT = {
-    "shape", "size", "dims", "is a tensor", "cross entropy", "cross entropy module", "cross entropy of classes second",
+    "shape",
+    "size",
+    "dims",
+    "is a tensor",
+    "cross entropy",
+    "cross entropy module",
+    "cross entropy of classes second",
     "cross entropy of one",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("world", "words"), [(2, 7), (3, 7), (2, 6)])

@@ -12,9 +12,17 @@ JOBS = Path(__file__).parent / "jobs" / "written.py"
 TOLERANCE = 1e-10
 
 SPELLINGS = (
-    "by_hand", "soft_capped", "alibi", "einsum", "own_mask", "learned_bias", "inline", "layer", "layer_weights",
+    "by_hand",
+    "soft_capped",
+    "alibi",
+    "einsum",
+    "own_mask",
+    "learned_bias",
+    "inline",
+    "layer",
+    "layer_weights",
     "layer_second",
-)  # fmt: skip
+)
 MASKS = ("mask_padding", "mask_flat", "mask_both", "mask_causal", "mask_added", "mask_added_padding")
 
 

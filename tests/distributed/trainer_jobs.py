@@ -29,9 +29,13 @@ class Log(shoal.Callback):
         if self.path is None:
             return
         row = {
-            "event": event, "step": state.step, "loss": state.loss, "metrics": dict(state.metrics), "pid": os.getpid(),
+            "event": event,
+            "step": state.step,
+            "loss": state.loss,
+            "metrics": dict(state.metrics),
+            "pid": os.getpid(),
             "checkpoint": None if state.checkpoint is None else state.checkpoint.name,
-        }  # fmt: skip
+        }
         with open(self.path, "a") as file:
             file.write(json.dumps(row) + "\n")
         if event == self.stop_on and state.step == self.stop_at:
@@ -56,10 +60,17 @@ def job(lr: float = 0.1, **changes: Any) -> Job:
     x = torch.randn(64, 6, generator=draw)
     data = TensorData(x=x, y=x[:, :3].argmax(1))
     given: dict[str, Any] = {
-        "name": "trainer", "model": lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)),
-        "train": data, "validation": data, "loss": loss_of, "global_batch": 8, "steps": 12, "evaluate_every": 2,
-        "optimizer": lambda groups: torch.optim.AdamW(groups, lr=lr), **changes,
-    }  # fmt: skip
+        "name": "trainer",
+        "model": lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)),
+        "train": data,
+        "validation": data,
+        "loss": loss_of,
+        "global_batch": 8,
+        "steps": 12,
+        "evaluate_every": 2,
+        "optimizer": lambda groups: torch.optim.AdamW(groups, lr=lr),
+        **changes,
+    }
     return Job(**given)
 
 

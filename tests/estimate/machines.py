@@ -17,14 +17,23 @@ def line(seconds_each: float, *, start_s: float = 1e-12) -> Curve:
     return Curve(sizes, tuple(start_s + seconds_each * size for size in sizes))
 
 
-def machine(*, byte_s: float = 1e-12, message_s: float = 1e-12, overhead_s: float = 0.0, element_s: float = 1e-10,
-            flops: float = 1e11, ranks: int = 2) -> Machine:  # fmt: skip
+def machine(
+    *,
+    byte_s: float = 1e-12,
+    message_s: float = 1e-12,
+    overhead_s: float = 0.0,
+    element_s: float = 1e-10,
+    flops: float = 1e11,
+    ranks: int = 2,
+) -> Machine:
     def product(factor: float) -> Product:
         return Product(start_s=1e-12, flops=flops / factor, rows=1e-9, columns=1e-9, inner=1e-9)
 
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send")
     return Machine(
-        ranks=ranks, memory_bytes=24e9, memory_bytes_per_s=1e12,
+        ranks=ranks,
+        memory_bytes=24e9,
+        memory_bytes_per_s=1e12,
         products={kind: (product(1), product(2)) for kind in ("linear", "convolution", "attention")},
         passes={kind: (line(element_s), line(element_s)) for kind in KINDS},
         updates={"AdamW": line(1e-12), "SGD": line(1e-12)},
@@ -32,7 +41,7 @@ def machine(*, byte_s: float = 1e-12, message_s: float = 1e-12, overhead_s: floa
         background_byte_s=1e-9,
         overheads={"step_s": overhead_s, "pass_s": overhead_s, "action_s": overhead_s},
         codecs={"ternary()": (1e-3, 1e-9)},
-    )  # fmt: skip
+    )
 
 
 def calibration(of: Machine | None) -> CalibrationFile:

@@ -52,9 +52,15 @@ from shoal.strategy import (
 
 BYTES = replace(PHYSICS, bus=1.0, network=1.0, ramp=0.0, collective_s=0.0, message_s=0.0)
 SHOWN = replace(
-    GOOD, gradient_bytes=4.0, data_hidden=0.0, shard_hidden=0.0, data_exposed=1.0, buckets=0.0, tensor_hidden=0.0,
+    GOOD,
+    gradient_bytes=4.0,
+    data_hidden=0.0,
+    shard_hidden=0.0,
+    data_exposed=1.0,
+    buckets=0.0,
+    tensor_hidden=0.0,
     regathered_bytes=1.0,
-)  # fmt: skip
+)
 """A framework that hides nothing, sums gradients in 32 bits and keeps what sequence parallelism gathers: Shoal's."""
 
 
@@ -88,9 +94,13 @@ def wire_bytes(calls: list[Call]) -> float:
 
 def along(steps: list[StepCalls], axis: str) -> list[Call]:
     return [
-        call for step in steps for times, placed in step.activations for _, call in placed for _ in range(times)
+        call
+        for step in steps
+        for times, placed in step.activations
+        for _, call in placed
+        for _ in range(times)
         if call[0] == axis
-    ]  # fmt: skip
+    ]
 
 
 def steps_of(strategy: Strategy) -> list[StepCalls]:
@@ -116,18 +126,32 @@ def columns_of(strategy: Strategy) -> Inputs:
     terms = {"tp": tensor, "cp": strategy.term(cp), "pp": pipeline, "dp": data}
     ranks = {name: term.n if term is not None else 1 for name, term in terms.items()}
     batch = model.global_batch
-    return slow(inputs_for(
-        shape, cluster("dgx-a100", devices=8), batch, **ranks, zero=data.zero if data else 0,
-        sequence=bool(tensor and tensor.sequence), micro_batch=batch / ranks["dp"] / strategy.micro_batches,
-        schedule=pipeline.schedule if pipeline else "none", chunks=pipeline.chunks if pipeline else 1,
-        recompute=again.kind if again else "none", precision="fp32",
-        ulysses=terms["cp"] is not None and terms["cp"].method == "ulysses",
-    ))  # fmt: skip
+    return slow(
+        inputs_for(
+            shape,
+            cluster("dgx-a100", devices=8),
+            batch,
+            **ranks,
+            zero=data.zero if data else 0,
+            sequence=bool(tensor and tensor.sequence),
+            micro_batch=batch / ranks["dp"] / strategy.micro_batches,
+            schedule=pipeline.schedule if pipeline else "none",
+            chunks=pipeline.chunks if pipeline else 1,
+            recompute=again.kind if again else "none",
+            precision="fp32",
+            ulysses=terms["cp"] is not None and terms["cp"].method == "ulysses",
+        )
+    )
 
 
 @given(strategy=strategies())
-@settings(deadline=None, max_examples=60, phases=(Phase.explicit, Phase.generate), derandomize=True,
-          suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])  # fmt: skip
+@settings(
+    deadline=None,
+    max_examples=60,
+    phases=(Phase.explicit, Phase.generate),
+    derandomize=True,
+    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+)
 def test_columns_send_what_the_calls_of_a_step_send(strategy: Strategy) -> None:
     _, facts, shape = read()
     assume(is_legal(strategy, world=strategy.world, facts=facts))
@@ -155,9 +179,15 @@ def test_columns_send_what_the_calls_of_a_step_send(strategy: Strategy) -> None:
         assert found[0] == pytest.approx(wire_bytes(sums), rel=0.05 * inputs.tp[0])
 
 
-@pytest.mark.parametrize("text", [
-    "dp(2, zero=3)", "dp(4, zero=3)", "dp(3, zero=3) * accumulate(2)", "dp(2, zero=3) * recompute('full')",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp(2, zero=3)",
+        "dp(4, zero=3)",
+        "dp(3, zero=3) * accumulate(2)",
+        "dp(2, zero=3) * recompute('full')",
+    ],
+)
 def test_zero_3_gathers_and_sums_the_blocks_of_every_micro_batch(text: str) -> None:
     strategy, (_, _, shape) = parse(text), read()
     inputs, table = columns_of(strategy), steps_of(strategy)[0].table
@@ -179,10 +209,17 @@ def test_shared_keys_and_values_are_sent_once(text: str, kv_heads: int) -> None:
     """Each with a head of its own for every head of queries, or one for two of them."""
     context = parse(text).term(cp)
     assert context is not None
-    inputs = slow(inputs_for(
-        replace(read()[2], heads=4, kv_heads=kv_heads), cluster("dgx-a100", devices=8), 4, cp=context.n,
-        ulysses=context.method == "ulysses", schedule="none", precision="fp32",
-    ))  # fmt: skip
+    inputs = slow(
+        inputs_for(
+            replace(read()[2], heads=4, kv_heads=kv_heads),
+            cluster("dgx-a100", devices=8),
+            4,
+            cp=context.n,
+            ulysses=context.method == "ulysses",
+            schedule="none",
+            precision="fp32",
+        )
+    )
     found = layer_time(inputs, SHOWN, BYTES)
     queries = 4 * float(inputs.micro_batch[0]) * read()[2].sequence // context.n * read()[2].hidden
     both = 2 * queries * kv_heads / 4
@@ -208,15 +245,30 @@ def test_interleaved_pipelines_pass_every_chunk_on() -> None:
 @pytest.mark.parametrize("again", ["none", "full"])
 def test_experts_exchange_what_the_calls_of_even_routing_exchange(ranks: int, active: int, again: str) -> None:
     shape = replace(read()[2], experts=8, active_experts=active)
-    inputs = slow(inputs_for(
-        shape, cluster("dgx-a100", devices=ranks), 8 * ranks, dp=ranks, ep=ranks, micro_batch=8, schedule="none",
-        recompute=again, precision="fp32",
-    ))  # fmt: skip
+    inputs = slow(
+        inputs_for(
+            shape,
+            cluster("dgx-a100", devices=ranks),
+            8 * ranks,
+            dp=ranks,
+            ep=ranks,
+            micro_batch=8,
+            schedule="none",
+            recompute=again,
+            precision="fp32",
+        )
+    )
     layer = layer_time(inputs, SHOWN, BYTES)
     runs = even_routing(
-        ranks=ranks, experts=8, tokens=8 * shape.sequence, slots=active, width=shape.hidden, itemsize=4, form="listed",
+        ranks=ranks,
+        experts=8,
+        tokens=8 * shape.sequence,
+        slots=active,
+        width=shape.hidden,
+        itemsize=4,
+        form="listed",
         recomputed=again == "full",
-    )  # fmt: skip
+    )
     # Columns leave out the counts, a few numbers for each rank.
     calls = [call for call in expert_traffic(runs) if call[3] != runs[0].counts_bytes]
     assert (layer.forward.expert_s + layer.backward.expert_s)[0] == pytest.approx(wire_bytes(calls))
@@ -234,10 +286,16 @@ def test_compressors_send_what_their_transfers_send(term: CompressTerm, ranks: i
     assert found == pytest.approx(wire_bytes([("", "", *call, ranks) for call in calls]), rel=0.01)
 
 
-@pytest.mark.parametrize("text", [
-    "dp(2, sync=local(4))", "dp(3, sync=local(8))", "dp(2, sync=local(4)) * dp(2, zero=1)",
-    "dp(2, sync=local(2)) * dp(2)", "dp(2, sync=local(4)) * tp(2)",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp(2, sync=local(4))",
+        "dp(3, sync=local(8))",
+        "dp(2, sync=local(4)) * dp(2, zero=1)",
+        "dp(2, sync=local(2)) * dp(2)",
+        "dp(2, sync=local(4)) * tp(2)",
+    ],
+)
 def test_islands_average_what_the_calls_of_an_exchange_send(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, (model, _, shape) = parse(text), read()
     monkeypatch.setattr("shoal.planning.price.PHYSICS", BYTES)

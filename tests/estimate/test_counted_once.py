@@ -45,18 +45,29 @@ class Mixed(nn.Module):
         return self.head((x @ x.transpose(1, 2) @ x).mean(1))
 
 
-@given(channels=SIDE, groups=st.integers(1, 3), kernel=st.sampled_from([1, 3]), width=SIDE, side=st.integers(2, 5),
-       samples=st.integers(1, 4), bias=st.booleans())  # fmt: skip
+@given(
+    channels=SIDE,
+    groups=st.integers(1, 3),
+    kernel=st.sampled_from([1, 3]),
+    width=SIDE,
+    side=st.integers(2, 5),
+    samples=st.integers(1, 4),
+    bias=st.booleans(),
+)
 @settings(max_examples=25, deadline=None)
 def test_a_traced_product_has_one_count_of_work(
     channels: int, groups: int, kernel: int, width: int, side: int, samples: int, bias: bool
 ) -> None:
     job = Job(
-        name="mixed", model=partial(Mixed, channels, groups, kernel, width, bias), inputs=("x",),
+        name="mixed",
+        model=partial(Mixed, channels, groups, kernel, width, bias),
+        inputs=("x",),
         train=TensorData(x=torch.randn(8, 2 * groups, side, side), y=torch.zeros(8, dtype=torch.long)),
         loss=lambda out, batch: (nn.functional.cross_entropy(out, batch["y"], reduction="sum"), len(out)),
-        optimizer=partial(torch.optim.SGD, lr=0.1), global_batch=8, steps=1,
-    )  # fmt: skip
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        global_batch=8,
+        steps=1,
+    )
     recorded = trace(job, samples=samples)
     network = network_of_trace(recorded, name="mixed")
     of_layout = [flops(recorded, op) for op in recorded.ops]
@@ -73,10 +84,16 @@ def test_a_traced_product_has_one_count_of_work(
 
 shapes = st.builds(
     lambda heads, kv, width, **more: Transformer(heads=heads * kv, kv_heads=kv, hidden=heads * kv * width, **more),
-    heads=st.integers(1, 4), kv=st.integers(1, 4), width=st.sampled_from([4, 8]), layers=st.integers(1, 3),
-    ffn=st.sampled_from([16, 48]), gated=st.booleans(), vocab=st.sampled_from([64, 100]),
-    sequence=st.sampled_from([8, 32]), experts=st.sampled_from([0, 4]),
-)  # fmt: skip
+    heads=st.integers(1, 4),
+    kv=st.integers(1, 4),
+    width=st.sampled_from([4, 8]),
+    layers=st.integers(1, 3),
+    ffn=st.sampled_from([16, 48]),
+    gated=st.booleans(),
+    vocab=st.sampled_from([64, 100]),
+    sequence=st.sampled_from([8, 32]),
+    experts=st.sampled_from([0, 4]),
+)
 
 
 @given(shape=shapes, batch=st.integers(1, 4))
@@ -95,15 +112,30 @@ def test_the_columns_of_the_planner_multiply_what_the_network_multiplies(shape: 
     assert held == pytest.approx(matrices + 2 * shape.hidden + shape.experts * shape.hidden)
 
 
-@pytest.mark.parametrize("operator", [
-    FullyConnected(rows=6, inputs=4, outputs=5), MatrixProduct(batch=3, rows=2, inner=4, columns=5),
-    Convolution(samples=2, in_channels=4, out_channels=6, image=(5, 5), kernel=(3, 3), stride=(1, 1), padding=(1, 1),
-                dilation=(1, 1), groups=2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "operator",
+    [
+        FullyConnected(rows=6, inputs=4, outputs=5),
+        MatrixProduct(batch=3, rows=2, inner=4, columns=5),
+        Convolution(
+            samples=2,
+            in_channels=4,
+            out_channels=6,
+            image=(5, 5),
+            kernel=(3, 3),
+            stride=(1, 1),
+            padding=(1, 1),
+            dilation=(1, 1),
+            groups=2,
+        ),
+    ],
+)
 def test_products_move_each_side_once(operator: Operator) -> None:
     assert operator.sides is not None
-    assert operator.forward().work == operator.sides.work == operator.input_gradient().work // (
-        2 if isinstance(operator, MatrixProduct) else 1
+    assert (
+        operator.forward().work
+        == operator.sides.work
+        == operator.input_gradient().work // (2 if isinstance(operator, MatrixProduct) else 1)
     )
 
 
@@ -121,8 +153,6 @@ def test_the_kernels_of_the_planner_move_the_bytes_of_the_operators(rows: int, i
 
 
 def test_attention_is_no_product_of_one_size() -> None:
-    whole = AttentionProduct(
-        samples=2, heads=4, kv_heads=4, queries=8, keys=8, head_dim=4, value_dim=4, causal=False
-    )  # fmt: skip
+    whole = AttentionProduct(samples=2, heads=4, kv_heads=4, queries=8, keys=8, head_dim=4, value_dim=4, causal=False)
     assert whole.sides is None
     assert whole.forward().work == 2 * 4 * 64 * (4 + 2 + 4)

@@ -12,9 +12,17 @@ from shoal.estimate.expert_traffic import even_routing, expert_traffic
 from shoal.layout.routed import Routed
 
 RUN = Routed(
-    axis="ep", index=1, phase="forward", trained=True, counts_bytes=3 * 48, sent_rows=(5, 7, 2),
-    received_rows=(1, 7, 4), row_bytes=40, weight_bytes=0, answer_bytes=32,
-)  # fmt: skip
+    axis="ep",
+    index=1,
+    phase="forward",
+    trained=True,
+    counts_bytes=3 * 48,
+    sent_rows=(5, 7, 2),
+    received_rows=(1, 7, 4),
+    row_bytes=40,
+    weight_bytes=0,
+    answer_bytes=32,
+)
 
 
 def entry(run: Routed, phase: str) -> Entry:

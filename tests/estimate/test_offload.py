@@ -21,8 +21,9 @@ def test_what_moves_more_slowly_than_it_is_computed_sets_the_time() -> None:
     assert state.step_s == pytest.approx(1 + 2 + 2 + (1 + 2) / PARTS)
     kept = offload_estimate(PHASES, activation_bytes=3e9, read_bytes_per_s=1e9, write_bytes_per_s=1e9)
     assert kept.step_s == pytest.approx(3 + 3 + 0.5)
-    weights = offload_estimate(PHASES, parameter_bytes=6e9, in_use_bytes=1e9, read_bytes_per_s=2e9,
-                               write_bytes_per_s=6e9)  # fmt: skip
+    weights = offload_estimate(
+        PHASES, parameter_bytes=6e9, in_use_bytes=1e9, read_bytes_per_s=2e9, write_bytes_per_s=6e9
+    )
     assert weights.step_s == pytest.approx(3 + 3 + 3 + (3 + 1) / PARTS)
     assert weights.freed_bytes == pytest.approx(5e9 - 6e9 * BUFFERS / PARTS)
 

@@ -93,9 +93,10 @@ def test_memory_bars_follow_the_stage_of_zero(zero: int, bytes_a_parameter: int)
     root = drawn(f"dp(4, zero={zero})")
     assert said(root).count(f"{bytes_a_parameter} bytes a parameter") == 4
     wide = {
-        rect.findtext(f"{SVG}title", ""): float(rect.attrib["width"]) for rect in root.iter(f"{SVG}rect")
+        rect.findtext(f"{SVG}title", ""): float(rect.attrib["width"])
+        for rect in root.iter(f"{SVG}rect")
         if rect.find(f"{SVG}title") is not None
-    }  # fmt: skip
+    }
     per_byte = wide["parameters of rank 0"] / held_bytes(dp(4, zero=zero))["parameters"]
     for what, size in held_bytes(dp(4, zero=zero)).items():
         assert wide[f"{what} of rank 3"] == pytest.approx(size * per_byte, abs=0.1)
@@ -130,8 +131,12 @@ def test_what_cannot_be_drawn_is_explained(text: str, words: list[str]) -> None:
 
 
 @settings(deadline=None)
-@given(st.sampled_from(["dp({})", "dp({}, zero=3)", "tp({})", "tp({}, batch=True)", "cp({})", "cp({}, 'ulysses')",
-                        "ep({})"]), st.integers(2, MOST_RANKS))  # fmt: skip
+@given(
+    st.sampled_from(
+        ["dp({})", "dp({}, zero=3)", "tp({})", "tp({}, batch=True)", "cp({})", "cp({}, 'ulysses')", "ep({})"]
+    ),
+    st.integers(2, MOST_RANKS),
+)
 def test_everything_lies_inside_the_frame(form: str, ranks: int) -> None:
     root = drawn(form.format(ranks))
     width, height = float(root.attrib["width"]), float(root.attrib["height"])

@@ -68,8 +68,11 @@ def test_pipedream_does_not_idle_while_it_is_full(term: pp, ratio: Fraction) -> 
 def test_gpipe_idles_between_its_phases() -> None:
     timeline = simulate_term(pp(2, "gpipe", micro=2))
     assert [(box.action.kind, box.start_s, box.stop_s) for box in timeline.lanes[0]] == [
-        ("F", 0, 1), ("F", 1, 2), ("BW", 5, 7), ("BW", 7, 9),
-    ]  # fmt: skip
+        ("F", 0, 1),
+        ("F", 1, 2),
+        ("BW", 5, 7),
+        ("BW", 7, 9),
+    ]
     assert timeline.idle_s == (3, 3)
     assert timeline.steady_bubble is None
 

@@ -63,7 +63,7 @@ def test_a_halo_is_one_message_there_and_its_gradient_back() -> None:
     calls = list(plane_calls(halo(1), group, (2, 1), 0))
     assert calls == [
         ("spatial", phase, kind, size, 2) for phase in ("forward", "backward") for kind in ("send", "recv")
-    ]  # fmt: skip
+    ]
     assert len(list(plane_calls(halo(1, learns=False), group, (2, 1), 0))) == 2
     assert [call[3] for call in plane_calls(halo(2), group, (2, 1), 1)] == [2 * size] * 4
     assert list(plane_calls(halo(0), group, (2, 1), 0)) == []

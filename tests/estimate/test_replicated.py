@@ -6,10 +6,18 @@ import pytest
 from benchmarks.replicated import WORKS, predict_replicated, work_of
 
 ROW = {
-    "model": "resnet50 v1.5", "gpu": "V100 SXM2 16GB", "gpus": "8", "gpus_per_node": "8", "intra_gb_s": "150",
-    "inter_gb_s": "1.5", "batch_per_gpu": "128", "accumulate": "1", "precision": "fp16", "seq": "",
+    "model": "resnet50 v1.5",
+    "gpu": "V100 SXM2 16GB",
+    "gpus": "8",
+    "gpus_per_node": "8",
+    "intra_gb_s": "150",
+    "inter_gb_s": "1.5",
+    "batch_per_gpu": "128",
+    "accumulate": "1",
+    "precision": "fp16",
+    "seq": "",
     "framework": "PyTorch",
-}  # fmt: skip
+}
 
 
 def step(**changed: str) -> float:

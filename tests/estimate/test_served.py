@@ -57,15 +57,18 @@ def test_more_shards_carry_more_pushes() -> None:
 
 def test_a_strategy_with_servers_is_simulated_on_a_cluster() -> None:
     found = {
-        sync: simulate("gpt:125m", f"dp(8, sync={sync}, via=ps(4))", cluster="dgx-a100", batch=64,
-                       straggler=["rank 2: 3x"])
+        sync: simulate(
+            "gpt:125m", f"dp(8, sync={sync}, via=ps(4))", cluster="dgx-a100", batch=64, straggler=["rank 2: 3x"]
+        )
         for sync in ("bsp()", "asp()")
-    }  # fmt: skip
+    }
     assert all(isinstance(each, SimulatedServers) for each in found.values())
     assert found["bsp()"].step_s > 2.9 * found["bsp()"].undisturbed_s  # type: ignore[operator]
     assert found["asp()"].step_s < 1.2 * found["asp()"].undisturbed_s
     assert found["asp()"].steps_factor > found["bsp()"].steps_factor == 1.0  # type: ignore[union-attr]
-    dense, small = (simulate("gpt:125m", f"dp(8, sync=asp(), via=ps(4), compress={c})", cluster="dgx-a100", batch=64)
-                    for c in ("none()", "topk(0.01)"))  # fmt: skip
+    dense, small = (
+        simulate("gpt:125m", f"dp(8, sync=asp(), via=ps(4), compress={c})", cluster="dgx-a100", batch=64)
+        for c in ("none()", "topk(0.01)")
+    )
     assert small.report["push_s"] < 0.05 * dense.report["push_s"]
     assert small.report["pull_s"] == dense.report["pull_s"]

@@ -50,20 +50,31 @@ def small_cases(draw: st.DrawFn) -> dict:
     return {
         "shape": Transformer(
             layers=stages * draw(st.integers(1, 4)) + draw(st.integers(0, stages - 1)),
-            hidden=draw(st.sampled_from([256, 1024, 4096])), heads=16, ffn=draw(st.sampled_from([1024, 8192])),
-            gated=draw(st.booleans()), vocab=draw(st.sampled_from([64, 30_000, 128_000, 256_000])),
-            sequence=draw(st.sampled_from([128, 2048])), experts=experts, active_experts=2 if experts else 0,
+            hidden=draw(st.sampled_from([256, 1024, 4096])),
+            heads=16,
+            ffn=draw(st.sampled_from([1024, 8192])),
+            gated=draw(st.booleans()),
+            vocab=draw(st.sampled_from([64, 30_000, 128_000, 256_000])),
+            sequence=draw(st.sampled_from([128, 2048])),
+            experts=experts,
+            active_experts=2 if experts else 0,
         ),
-        "place": draw(st.sampled_from(sorted(PRESETS))), "profile": draw(st.sampled_from(sorted(PROFILES))),
+        "place": draw(st.sampled_from(sorted(PRESETS))),
+        "profile": draw(st.sampled_from(sorted(PROFILES))),
         "degrees": {
-            "pp": pp, "dp": dp, "tp": draw(st.sampled_from([1, 2])), "ep": min(dp, 2) if experts else 1,
+            "pp": pp,
+            "dp": dp,
+            "tp": draw(st.sampled_from([1, 2])),
+            "ep": min(dp, 2) if experts else 1,
         },
         "micro": pp * draw(st.integers(1, 4)) if schedule == "interleaved" else draw(st.integers(1, 16)),
-        "micro_batch": draw(st.sampled_from([1, 2, 4])), "schedule": schedule, "chunks": chunks,
+        "micro_batch": draw(st.sampled_from([1, 2, 4])),
+        "schedule": schedule,
+        "chunks": chunks,
         "zero": draw(st.integers(0, 3)),
         "recompute": "none" if schedule == "zero-bubble" else draw(st.sampled_from(["none", "selective", "full"])),
         "precision": "fp16",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.long
@@ -129,12 +140,15 @@ def test_more_replicas_wait_longer_for_the_slowest(calm: StepCosts) -> None:
     assert mean[1] > mean[0]
 
 
-@pytest.mark.parametrize("wrong", [
-    Disturbance(stragglers=(Straggler(rank=64, factor=2.0),)),
-    Disturbance(stragglers=(Straggler(rank=0, factor=0.5),)),
-    Disturbance(links=(Links(rank=0, left=0.0),)),
-    Disturbance(noise=-1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Disturbance(stragglers=(Straggler(rank=64, factor=2.0),)),
+        Disturbance(stragglers=(Straggler(rank=0, factor=0.5),)),
+        Disturbance(links=(Links(rank=0, left=0.0),)),
+        Disturbance(noise=-1.0),
+    ],
+)
 def test_what_cannot_go_wrong_is_refused(calm: StepCosts, wrong: Disturbance) -> None:
     with pytest.raises(BadDisturbance):
         simulate_step(calm, wrong)

@@ -41,16 +41,18 @@ def test_an_exchange_is_shared_among_its_steps_and_takes_longer_after_seconds_of
 
 
 def test_rows_are_scored_by_scheme_and_rate_and_bad_ones_carry_the_reason() -> None:
-    rows = with_sources([
-        row("dp(4, sync=local(8))", 198.5, step_s="1.0"), row("dp(4)", 50, step_s="30"),
-        row("dp(4, sync=loca(8))", 50, step_s="1"), row("dp(4)", 50, step_s="1", wire_dtype="fp4"),
-        row("dp(4)", -1, step_s="1"),
-    ])  # fmt: skip
+    rows = with_sources(
+        [
+            row("dp(4, sync=local(8))", 198.5, step_s="1.0"),
+            row("dp(4)", 50, step_s="30"),
+            row("dp(4, sync=loca(8))", 50, step_s="1"),
+            row("dp(4)", 50, step_s="1", wire_dtype="fp4"),
+            row("dp(4)", -1, step_s="1"),
+        ]
+    )
     assert is_slow_link(rows)
     assert not is_slow_link([{"strategy": "dp(4)", "step_s": "1"}])
     predictions = predict_slow_links(rows)
     assert [bool(each.reason) for each in predictions] == [False, False, True, True, True]
     assert "expected one of fp32" in predictions[3].reason
-    assert set(score(rows, predictions)) == {
-        "all", "local, 200 Mb/s", "bsp, 50 Mb/s", "bsp, -1 Mb/s", "loca, 50 Mb/s"
-    }  # fmt: skip
+    assert set(score(rows, predictions)) == {"all", "local, 200 Mb/s", "bsp, 50 Mb/s", "bsp, -1 Mb/s", "loca, 50 Mb/s"}

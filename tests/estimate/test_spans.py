@@ -35,18 +35,34 @@ def random_pipelines(schedule: str, *, seed: int, rows: int = 3) -> Pipelines:
     size = (ranks * chunks, rows)
     backward_s = draw.choice([0.0, 1.0, 2.0], size) + 2 * draw.random(size)
     return Pipelines(
-        schedule=schedule, ranks=ranks, chunks=chunks, micro=micro, forward_s=0.1 + draw.random(size),
-        backward_s=backward_s, weight_s=backward_s * draw.random(size),
+        schedule=schedule,
+        ranks=ranks,
+        chunks=chunks,
+        micro=micro,
+        forward_s=0.1 + draw.random(size),
+        backward_s=backward_s,
+        weight_s=backward_s * draw.random(size),
         message_s=draw.random(rows) * draw.choice([0.0, 0.1, 5.0]),
-    )  # fmt: skip
+    )
 
 
 def simulated_s(of: Pipelines, row: int) -> float:
-    return simulate_step(StepCosts(
-        term=pp(of.ranks, of.schedule, micro=of.micro, chunks=of.chunks), forward_s=tuple(of.forward_s[:, row]),
-        backward_s=tuple(of.backward_s[:, row]), weight_s=tuple(of.weight_s[:, row]),
-        message_s=float(of.message_s[row]), data_s=0, optimizer_s=0, fixed_s=0, waits=0, replicas=1, members=1, node=1,
-    )).step_s  # fmt: skip
+    return simulate_step(
+        StepCosts(
+            term=pp(of.ranks, of.schedule, micro=of.micro, chunks=of.chunks),
+            forward_s=tuple(of.forward_s[:, row]),
+            backward_s=tuple(of.backward_s[:, row]),
+            weight_s=tuple(of.weight_s[:, row]),
+            message_s=float(of.message_s[row]),
+            data_s=0,
+            optimizer_s=0,
+            fixed_s=0,
+            waits=0,
+            replicas=1,
+            members=1,
+            node=1,
+        )
+    ).step_s
 
 
 @pytest.mark.long
@@ -66,10 +82,18 @@ def test_waves_hold_for_stages_that_have_nothing_in_common(schedule: str, seed: 
     assert spans_s([of])[0][0] == pytest.approx(simulated_s(of, 0), rel=1e-9)
 
 
-@pytest.mark.parametrize(("schedule", "ranks", "chunks", "layers"), [
-    ("interleaved", 4, 4, 21), ("interleaved", 8, 2, 24), ("zero-bubble", 4, 2, 10), ("zero-bubble", 8, 1, 11),
-    ("1f1b", 4, 1, 11), ("1f1b", 8, 1, 13), ("gpipe", 4, 1, 10),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "chunks", "layers"),
+    [
+        ("interleaved", 4, 4, 21),
+        ("interleaved", 8, 2, 24),
+        ("zero-bubble", 4, 2, 10),
+        ("zero-bubble", 8, 1, 11),
+        ("1f1b", 4, 1, 11),
+        ("1f1b", 8, 1, 13),
+        ("gpipe", 4, 1, 10),
+    ],
+)
 @pytest.mark.parametrize("head", [0.0, 4.0])
 def test_long_steps_go_on_at_the_pace_of_their_first_rounds(
     schedule: str, ranks: int, chunks: int, layers: int, head: float
@@ -78,14 +102,31 @@ def test_long_steps_go_on_at_the_pace_of_their_first_rounds(
     micro = -(-2 * micro // ranks) * ranks
     one = np.ones(1)
     parts = Passes(
-        layers=layers * one, cost_layers=0 * one, forward_s=one, backward_s=2.2 * one, weight_s=one,
-        head_forward_s=head * one, head_backward_s=2 * head * one, host_s=0.1 * one, message_s=0.05 * one,
-    )  # fmt: skip
+        layers=layers * one,
+        cost_layers=0 * one,
+        forward_s=one,
+        backward_s=2.2 * one,
+        weight_s=one,
+        head_forward_s=head * one,
+        head_backward_s=2 * head * one,
+        host_s=0.1 * one,
+        message_s=0.05 * one,
+    )
     forward, backward, weight = parts.stages(schedule, ranks=ranks, chunks=chunks)
-    whole = spans_s([Pipelines(
-        schedule=schedule, ranks=ranks, chunks=chunks, micro=micro, forward_s=forward, backward_s=backward,
-        weight_s=weight, message_s=parts.message_s,
-    )])[0]  # fmt: skip
+    whole = spans_s(
+        [
+            Pipelines(
+                schedule=schedule,
+                ranks=ranks,
+                chunks=chunks,
+                micro=micro,
+                forward_s=forward,
+                backward_s=backward,
+                weight_s=weight,
+                message_s=parts.message_s,
+            )
+        ]
+    )[0]
     found = np.full(1, np.nan)
     cost_span._fill(found, parts, {(NAMES.index(schedule), ranks, chunks, micro): np.array([0])})
     assert len(cost_span._micro(schedule, ranks=ranks, chunks=chunks, micro=micro)) == 2
@@ -94,9 +135,11 @@ def test_long_steps_go_on_at_the_pace_of_their_first_rounds(
 
 @pytest.mark.parametrize("profile", ["good", "nanotron"])
 @given(
-    layers=st.integers(1, 60), pp=st.integers(2, 8), vocab=st.sampled_from([64, 128_000]),
+    layers=st.integers(1, 60),
+    pp=st.integers(2, 8),
+    vocab=st.sampled_from([64, 128_000]),
     kind=st.sampled_from([("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1), ("zero-bubble", 2)]),
-)  # fmt: skip
+)
 @settings(max_examples=100, deadline=None, phases=DRAWN)
 def test_layers_are_split_once_for_memory_time_and_simulation(
     profile: str, layers: int, pp: int, kind: tuple[str, int], vocab: int
@@ -142,14 +185,31 @@ def test_the_slowest_rank_sets_the_pace_of_a_long_step_however_late() -> None:
     """Here the fifth micro-batch of a rank is not yet held up by the slowest rank, which later ones are."""
     one, ranks, micro = np.ones(1), 8, 1000
     parts = Passes(
-        layers=18 * one, cost_layers=0 * one, forward_s=one, backward_s=1.9 * one, weight_s=one,
-        head_forward_s=0.5 * one, head_backward_s=4.9 * one, host_s=0 * one, message_s=1.7 * one,
-    )  # fmt: skip
+        layers=18 * one,
+        cost_layers=0 * one,
+        forward_s=one,
+        backward_s=1.9 * one,
+        weight_s=one,
+        head_forward_s=0.5 * one,
+        head_backward_s=4.9 * one,
+        host_s=0 * one,
+        message_s=1.7 * one,
+    )
     forward, backward, weight = parts.stages("1f1b", ranks=ranks, chunks=1)
-    [whole] = spans_s([Pipelines(
-        schedule="1f1b", ranks=ranks, chunks=1, micro=micro, forward_s=forward, backward_s=backward, weight_s=weight,
-        message_s=parts.message_s,
-    )])  # fmt: skip
+    [whole] = spans_s(
+        [
+            Pipelines(
+                schedule="1f1b",
+                ranks=ranks,
+                chunks=1,
+                micro=micro,
+                forward_s=forward,
+                backward_s=backward,
+                weight_s=weight,
+                message_s=parts.message_s,
+            )
+        ]
+    )
     found = np.full(1, np.nan)
     cost_span._fill(found, parts, {(NAMES.index("1f1b"), ranks, 1, micro): np.array([0])})
     assert found[0] == pytest.approx(whole[0], rel=0.003)

@@ -95,9 +95,11 @@ def priced(model: JobModel, step: StepCalls) -> Counter[Call]:
 
 
 DRAWN = settings(
-    deadline=None, phases=(Phase.explicit, Phase.generate), derandomize=True,
+    deadline=None,
+    phases=(Phase.explicit, Phase.generate),
+    derandomize=True,
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
-)  # fmt: skip
+)
 
 
 @pytest.mark.long

@@ -80,9 +80,10 @@ def test_batch_norms_over_all_replicas_cost_more_than_their_own() -> None:
     assert own is not None
     assert every is not None
     assert own < every
-    assert step_s("image:tiny", "serial") == price_step(
-        with_norms(model, synchronised=False), parse("serial"), machine()
-    ).step_s  # fmt: skip
+    assert (
+        step_s("image:tiny", "serial")
+        == price_step(with_norms(model, synchronised=False), parse("serial"), machine()).step_s
+    )
 
 
 @pytest.mark.parametrize("name", ["language:tiny", "image:tiny"])
@@ -107,9 +108,10 @@ def test_even_stages_idle_as_long_as_the_formula_says() -> None:
     model, _ = model_of("language:tiny")
     blocks = [piece.name for piece in model.pieces if piece.is_block]
     bare = replace(
-        model, operations=tuple(each for each in model.operations if each.piece in blocks),
+        model,
+        operations=tuple(each for each in model.operations if each.piece in blocks),
         shapes=replace(model.shapes, stages={2: ((0, 3), (3, len(model.pieces)))}),
-    )  # fmt: skip
+    )
     for micro in (2, 4, 8):
         found = price_step(bare, parse(f'pp(2, "gpipe", micro={micro})'), machine())
         assert found.step_s is not None

@@ -45,9 +45,11 @@ def test_data_need_no_gradient_and_recomputation_repeats_forward_alone() -> None
     )
     counts = Counter((phase, kind) for _, phase, kind, _, _ in again)
     assert counts == {
-        ("forward", "all_gather"): 1, ("forward", "reduce_scatter"): 1, ("backward", "all_gather"): 2,
+        ("forward", "all_gather"): 1,
+        ("forward", "reduce_scatter"): 1,
+        ("backward", "all_gather"): 2,
         ("backward", "reduce_scatter"): 2,
-    }  # fmt: skip
+    }
 
 
 def test_one_rank_sends_nothing() -> None:

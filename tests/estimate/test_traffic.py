@@ -21,16 +21,25 @@ def table(zero: int, ranks: int, *, copies: int = 1, buffers: list[tuple[int, bo
     outer = Group(axis="out" if sharded else "dp", ranks=copies if sharded else ranks * copies)
     micro = int(changes.get("micro_batches", 1))  # type: ignore[call-overload]
     settings: dict[str, object] = {
-        "zero": zero, "micro_batches": 1, "num_parameters": 0, "world": replicas, "samples": replicas, "norm": sharding,
+        "zero": zero,
+        "micro_batches": 1,
+        "num_parameters": 0,
+        "world": replicas,
+        "samples": replicas,
+        "norm": sharding,
         "buffers": tuple(
             Buffer(
-                padded_bytes=n, replicas=replicas, sharding=sharding, copies=outer,
-                reductions=micro if zero >= 2 else 1, forward_gathers=micro if zero == 3 else 0,
+                padded_bytes=n,
+                replicas=replicas,
+                sharding=sharding,
+                copies=outer,
+                reductions=micro if zero >= 2 else 1,
+                forward_gathers=micro if zero == 3 else 0,
                 backward_gathers=micro if zero == 3 and again else 0,
             )
             for n, again in buffers
         ),
-    }  # fmt: skip
+    }
     return ShardTable(**(settings | changes))  # type: ignore[arg-type]
 
 
@@ -124,9 +133,12 @@ def test_a_single_rank_sends_nothing(zero: int) -> None:
 
 
 @given(
-    zero=st.integers(0, 3), ranks=st.integers(1, 9), copies=st.integers(1, 4), micro=st.integers(1, 4),
+    zero=st.integers(0, 3),
+    ranks=st.integers(1, 9),
+    copies=st.integers(1, 4),
+    micro=st.integers(1, 4),
     units=st.lists(st.tuples(st.integers(1, 50), st.booleans()), max_size=6),
-)  # fmt: skip
+)
 def test_traffic_adds_up_over_buffers(
     zero: int, ranks: int, copies: int, micro: int, units: list[tuple[int, bool]]
 ) -> None:

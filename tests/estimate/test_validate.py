@@ -65,11 +65,24 @@ def test_ties_share_their_place_and_their_regret() -> None:
 
 
 MEASURED = {
-    "id": "x", "layers": "24", "hidden": "2048", "heads": "16", "seq": "1024", "vocab": "51200",
+    "id": "x",
+    "layers": "24",
+    "hidden": "2048",
+    "heads": "16",
+    "seq": "1024",
+    "vocab": "51200",
     "gpu": "A100 SXM4 80GB",
-    "gpus": "8", "micro_batch": "4", "global_batch": "64", "tp": "2", "pp": "2", "dp": "2", "framework": "Megatron-LM",
-    "recompute": "full", "precision": "fp16", "surprise": "an unknown column",
-}  # fmt: skip
+    "gpus": "8",
+    "micro_batch": "4",
+    "global_batch": "64",
+    "tp": "2",
+    "pp": "2",
+    "dp": "2",
+    "framework": "Megatron-LM",
+    "recompute": "full",
+    "precision": "fp16",
+    "surprise": "an unknown column",
+}
 
 
 def test_a_row_with_unknown_columns_and_few_known_ones_is_predicted() -> None:
@@ -79,11 +92,20 @@ def test_a_row_with_unknown_columns_and_few_known_ones_is_predicted() -> None:
     assert guess.fits
 
 
-@pytest.mark.parametrize("changed", [
-    {"cp": "2", "dp": "1"}, {"experts": "8", "active_experts": "2", "ep": "2"}, {"schedule": "zero-bubble"},
-    {"precision": "fp8", "gpu": "H100 SXM5 80GB"}, {"gpu": "V100 SXM2 16GB"}, {"gpu": "GB200", "gpus_per_node": "4"},
-    {"framework": "nobody knows it"}, {"gpu": "H800", "intra_gb_s": "200"}, {"zero": "3", "pp": "1", "dp": "4"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"cp": "2", "dp": "1"},
+        {"experts": "8", "active_experts": "2", "ep": "2"},
+        {"schedule": "zero-bubble"},
+        {"precision": "fp8", "gpu": "H100 SXM5 80GB"},
+        {"gpu": "V100 SXM2 16GB"},
+        {"gpu": "GB200", "gpus_per_node": "4"},
+        {"framework": "nobody knows it"},
+        {"gpu": "H800", "intra_gb_s": "200"},
+        {"zero": "3", "pp": "1", "dp": "4"},
+    ],
+)
 def test_rows_of_every_kind_get_sensible_predictions(changed: dict[str, str]) -> None:
     (guess,) = predict([MEASURED | changed])
     assert 0.05 < (guess.step_s or 0) < 20

@@ -35,10 +35,18 @@ class Odd(nn.Module):
 
 def odd() -> Job:
     return Job(
-        name="odd", model=Odd, train=TextData(TEXT, sequence=12), validation=TextData(TEXT[:900], sequence=12),
-        loss=cross_entropy, metrics=language_metrics, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2),
-        global_batch=6, steps=5, evaluate_every=5, seed=3,
-    )  # fmt: skip
+        name="odd",
+        model=Odd,
+        train=TextData(TEXT, sequence=12),
+        validation=TextData(TEXT[:900], sequence=12),
+        loss=cross_entropy,
+        metrics=language_metrics,
+        optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2),
+        global_batch=6,
+        steps=5,
+        evaluate_every=5,
+        seed=3,
+    )
 
 
 def llama() -> Job:
@@ -47,7 +55,13 @@ def llama() -> Job:
     from shoal.job import from_transformers
 
     config = LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
     return from_transformers(config, sequence=16, global_batch=4, steps=3)

@@ -58,14 +58,29 @@ def by_name(of: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
 
 
 machines = st.builds(
-    Machine, ranks=count, memory_bytes=positive, memory_bytes_per_s=positive, background_byte_s=positive,
-    products=by_name(st.tuples(product, product)), passes=by_name(passes()), updates=by_name(curve),
-    collectives=by_name(curve), overheads=by_name(at_least_zero), codecs=by_name(st.tuples(numbers, numbers)),
-)  # fmt: skip
-measured = st.fixed_dictionaries({
-    "date": dates, "ranks": count, "hosts": count, "cores": count, "torch": text, "rounds": count,
-    "disturbed": at_least_zero,
-})  # fmt: skip
+    Machine,
+    ranks=count,
+    memory_bytes=positive,
+    memory_bytes_per_s=positive,
+    background_byte_s=positive,
+    products=by_name(st.tuples(product, product)),
+    passes=by_name(passes()),
+    updates=by_name(curve),
+    collectives=by_name(curve),
+    overheads=by_name(at_least_zero),
+    codecs=by_name(st.tuples(numbers, numbers)),
+)
+measured = st.fixed_dictionaries(
+    {
+        "date": dates,
+        "ranks": count,
+        "hosts": count,
+        "cores": count,
+        "torch": text,
+        "rounds": count,
+        "disturbed": at_least_zero,
+    }
+)
 calibrations = st.fixed_dictionaries(
     {
         "links": st.fixed_dictionaries({"inside": link, "between": link}),
@@ -74,7 +89,7 @@ calibrations = st.fixed_dictionaries(
         ),
     },
     optional={"measured": measured, "machine": machines.map(lambda each: table_of_machine(each, {}).model_dump())},
-)  # fmt: skip
+)
 levels = st.lists(
     st.one_of(
         st.fixed_dictionaries({"ranks": count, "bandwidth": quantity}, optional={"latency": st.just("7 us")}),
@@ -134,11 +149,17 @@ READERS = [
     (read_calibration, WrongCalibration),
 ]
 ODD = [
-    b"\xff\xfe\x00", b"a = 1\n" * 2, b"[[", b"x = " + b"[" * 5000, b"x = " + b"9" * 5000, b"\x00", b"= 3",
+    b"\xff\xfe\x00",
+    b"a = 1\n" * 2,
+    b"[[",
+    b"x = " + b"[" * 5000,
+    b"x = " + b"9" * 5000,
+    b"\x00",
+    b"= 3",
     b"level = [3]\nlinks = [3]\nusable = [3]\ndevice = 1979-05-27\nbackend = 07:32:00",
     b"device = {a = {b = {c = [1, [2, {d = 3}]]}}}\nlevel = 3\nlinks = 3\nbackend = 4\nname = 1979-05-27",
     b"[level]\nranks = 9\n[links]\ninside = 3\nbetween = []\n[backend]\n[usable]",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("read", "error"), READERS)

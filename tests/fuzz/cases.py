@@ -16,9 +16,27 @@ BLOCKS = {
     "images": ("conv", "depthwise", "conv"),
 }
 OPTIMIZERS = (
-    "SGD", "momentum", "nesterov", "Adam", "AdamW", "AdamW", "amsgrad", "NAdam", "RAdam", "Adamax", "Adagrad",
-    "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor", "tensor-lr", "counted", "lamb", "global",
-)  # fmt: skip
+    "SGD",
+    "momentum",
+    "nesterov",
+    "Adam",
+    "AdamW",
+    "AdamW",
+    "amsgrad",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+    "Adafactor",
+    "tensor-lr",
+    "counted",
+    "lamb",
+    "global",
+)
 FULL_OPTIMIZERS = ("orthogonal", "preconditioned", "lamb", "Adafactor")
 """They look at full parameters, of which ranks may hold pieces."""
 SCHEDULES = ("constant", "warm-up", "decay")
@@ -84,18 +102,36 @@ def case_of(number: int) -> Case:
     width = draw.choice((8, 12, 16))
     norms = {"images": ("batch", "fused-batch", "layer", "none")}.get(kind, ("layer", "rms", "none"))
     names = draw.choices(BLOCKS[kind], k=draw.choice((2, 3, 4, 4)))
-    losses = {"tokens": ("mean", "mean", "z"), "vectors": ("mean", "mse", "contrastive", "mean", "z"),
-              "images": ("mean", "z", "mse")}[kind]  # fmt: skip
+    losses = {
+        "tokens": ("mean", "mean", "z"),
+        "vectors": ("mean", "mse", "contrastive", "mean", "z"),
+        "images": ("mean", "z", "mse"),
+    }[kind]
     batch = draw.choice((12, 12, 24, 8, 16, 7))
     case = Case(
-        seed=number, kind=kind, width=width, blocks=tuple(names), norm=draw.choice(norms),
-        bias=draw.random() < 0.7, tied=draw.random() < 0.3, repeated=draw.random() < 0.15,
-        frozen=draw.random() < 0.1, centred=kind == "vectors" and draw.random() < 0.1, causal=draw.random() < 0.5,
-        dropout=draw.choice((0.0, 0.0, 0.0, 0.2)), loss=draw.choice(losses), ignored=draw.random() < 0.5,
-        samples=draw.choice((24, 31, 40)), batch=batch, last_batch=draw.choice(("wrap", "wrap", "short")),
-        clip=draw.choice((None, 0.5)), optimizer=draw.choice(OPTIMIZERS), schedule=draw.choice(SCHEDULES),
-        decay_matrices=draw.random() < 0.3, steps=draw.choice((3, 4, 6)),
-    )  # fmt: skip
+        seed=number,
+        kind=kind,
+        width=width,
+        blocks=tuple(names),
+        norm=draw.choice(norms),
+        bias=draw.random() < 0.7,
+        tied=draw.random() < 0.3,
+        repeated=draw.random() < 0.15,
+        frozen=draw.random() < 0.1,
+        centred=kind == "vectors" and draw.random() < 0.1,
+        causal=draw.random() < 0.5,
+        dropout=draw.choice((0.0, 0.0, 0.0, 0.2)),
+        loss=draw.choice(losses),
+        ignored=draw.random() < 0.5,
+        samples=draw.choice((24, 31, 40)),
+        batch=batch,
+        last_batch=draw.choice(("wrap", "wrap", "short")),
+        clip=draw.choice((None, 0.5)),
+        optimizer=draw.choice(OPTIMIZERS),
+        schedule=draw.choice(SCHEDULES),
+        decay_matrices=draw.random() < 0.3,
+        steps=draw.choice((3, 4, 6)),
+    )
     if number < SINCE:
         return case
     of = draw.random()

@@ -40,8 +40,17 @@ def job_of(number: int) -> Job:
     if case.averages_buffers:
         declared["buffers"] = "average"
     return Job(
-        name=f"fuzz-{number}", model=partial(build, case), train=TensorData(**data_of(case)),
-        loss=partial(sum_and_count, case), optimizer=partial(optimizer_of, case.optimizer),
-        options=partial(decay, case), schedule=partial(lr_factor, case.schedule), clip=case.clip,
-        global_batch=case.batch, steps=case.steps, last_batch=case.last_batch, seed=case.seed, **declared,
-    )  # fmt: skip
+        name=f"fuzz-{number}",
+        model=partial(build, case),
+        train=TensorData(**data_of(case)),
+        loss=partial(sum_and_count, case),
+        optimizer=partial(optimizer_of, case.optimizer),
+        options=partial(decay, case),
+        schedule=partial(lr_factor, case.schedule),
+        clip=case.clip,
+        global_batch=case.batch,
+        steps=case.steps,
+        last_batch=case.last_batch,
+        seed=case.seed,
+        **declared,
+    )

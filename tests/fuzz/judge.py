@@ -26,9 +26,20 @@ HANG_S = 90.0
 TRIES = 3
 """Strategies drawn for a case until one is not refused."""
 ELEMENTWISE = {
-    "SGD", "momentum", "nesterov", "Adam", "AdamW", "amsgrad", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta",
-    "RMSprop", "Rprop",
-}  # fmt: skip
+    "SGD",
+    "momentum",
+    "nesterov",
+    "Adam",
+    "AdamW",
+    "amsgrad",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+}
 
 
 @dataclass(frozen=True)

@@ -186,9 +186,11 @@ class Convolution(nn.Module):
         groups = case.width if spelling == "depthwise" else 1
         self.conv = nn.Conv2d(case.width, case.width, 3, padding=1, groups=groups)
         self.norm: nn.Module = {
-            "batch": nn.BatchNorm2d, "fused-batch": FusedBatchNorm, "layer": lambda w: nn.GroupNorm(1, w),
+            "batch": nn.BatchNorm2d,
+            "fused-batch": FusedBatchNorm,
+            "layer": lambda w: nn.GroupNorm(1, w),
             "rms": lambda w: nn.GroupNorm(2, w),
-        }.get(case.norm, lambda w: nn.Identity())(case.width)  # fmt: skip
+        }.get(case.norm, lambda w: nn.Identity())(case.width)
         self.drop = nn.Dropout2d(case.dropout)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -167,8 +167,11 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[flo
         if name not in found:
             if any(value.data_ptr() == other.data_ptr() for key, other in expected.items() if key in found):
                 continue
-            tied = any(value.shape == other.shape and torch.equal(value, other)
-                       for key, other in expected.items() if key in found)  # fmt: skip
+            tied = any(
+                value.shape == other.shape and torch.equal(value, other)
+                for key, other in expected.items()
+                if key in found
+            )
             if not tied:
                 rows.append((float("inf"), f"{name} (missing)"))
             continue

@@ -16,10 +16,14 @@ TOKENS = np.arange(60).reshape(10, 6)
 
 @pytest.fixture
 def table():
-    return datasets.Dataset.from_dict({
-        "input_ids": TOKENS.tolist(), "label": list(range(10)), "text": [f"t{n}" for n in range(10)],
-        "ragged": [list(range(n)) for n in range(10)],
-    })  # fmt: skip
+    return datasets.Dataset.from_dict(
+        {
+            "input_ids": TOKENS.tolist(),
+            "label": list(range(10)),
+            "text": [f"t{n}" for n in range(10)],
+            "ragged": [list(range(n)) for n in range(10)],
+        }
+    )
 
 
 @pytest.mark.parametrize("indices", [[7, 0, 7], [], [3]])

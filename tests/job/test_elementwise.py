@@ -153,8 +153,14 @@ class Later(Written):
     def number(self, group: dict[str, Any], state: dict[str, Any]) -> float:
         if self.counts == "parameter":
             state["n"] = state.get("n", torch.tensor(0.0)) + 1
-        return float({"group": group.get("n"), "attribute": getattr(self, "n", None), "state": self.state.get("n"),
-                      "parameter": state.get("n")}[self.counts])  # fmt: skip
+        return float(
+            {
+                "group": group.get("n"),
+                "attribute": getattr(self, "n", None),
+                "state": self.state.get("n"),
+                "parameter": state.get("n"),
+            }[self.counts]
+        )
 
     def update(self, param: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
         late = self.number(group, state) >= 5000
@@ -288,10 +294,14 @@ def test_an_optimizer_that_ignores_its_groups_is_refused() -> None:
 
 def test_parameters_without_a_shape_are_refused_by_name() -> None:
     job = Job(
-        name="lazy", model=lambda: nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(2)),
-        train=TensorData(x=torch.ones(4, 3)), loss=lambda out, batch: (out.sum(), len(out)),
-        optimizer=partial(torch.optim.SGD, lr=0.1), global_batch=2, steps=1,
-    )  # fmt: skip
+        name="lazy",
+        model=lambda: nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(2)),
+        train=TensorData(x=torch.ones(4, 3)),
+        loss=lambda out, batch: (out.sum(), len(out)),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        global_batch=2,
+        steps=1,
+    )
     with pytest.raises(JobError) as refused:
         infer_facts(job)
     assert str(refused.value) == (

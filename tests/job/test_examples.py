@@ -18,10 +18,16 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 @pytest.mark.parametrize(
     "name",
     [
-        "gpt.py", "image.py", "huggingface.py", "huggingface.py:vit",
-        "pipeline.py", "tensor.py", "context.py", "moe.py",
+        "gpt.py",
+        "image.py",
+        "huggingface.py",
+        "huggingface.py:vit",
+        "pipeline.py",
+        "tensor.py",
+        "context.py",
+        "moe.py",
     ],
-)  # fmt: skip
+)
 def test_an_example_loads_and_its_loss_falls(name: str) -> None:
     if "huggingface" in name or "context" in name:
         pytest.importorskip("transformers")

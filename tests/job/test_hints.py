@@ -62,10 +62,15 @@ class Choice(nn.Module):
 def make(model: type[nn.Module] = Named, **hints: Any) -> Job:
     x = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
     return Job(
-        name="named", model=model, train=TensorData(x=x, y=torch.arange(32) % 3), loss=cross_entropy,
-        optimizer=partial(torch.optim.SGD, lr=0.1), global_batch=8, steps=1,
+        name="named",
+        model=model,
+        train=TensorData(x=x, y=torch.arange(32) % 3),
+        loss=cross_entropy,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        global_batch=8,
+        steps=1,
         layout=LayoutHints(**hints) if hints else None,
-    )  # fmt: skip
+    )
 
 
 def paths(job: Job, num: int) -> list[str]:

@@ -38,9 +38,13 @@ def llama() -> nn.Module:
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
         tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     return transformers.LlamaForCausalLM(config)
 
 

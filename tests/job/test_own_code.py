@@ -31,9 +31,12 @@ def job(**changes: Any) -> Job:
     data = TensorData(x=X, y=X[:, :1])
     given = {"model": lambda: nn.Linear(5, 1), "train": data, "validation": data, "loss": squares}
     return Job(
-        name="own", optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), global_batch=4, steps=2,
+        name="own",
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
+        global_batch=4,
+        steps=2,
         **(given | changes),
-    )  # fmt: skip
+    )
 
 
 class Pairs:
@@ -60,7 +63,7 @@ class Pairs:
         ({"derived": {"twice": lambda values: 2 * values["los"]}}, r"derived raised KeyError: 'los' \(it is given"),
         ({"target": Target(metric="lss", value=1.0)}, "target names the validation value 'lss', .*mean 'loss'"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_a_job_is_found_before_its_first_step(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(JobError, match=words):
         require_runs(job(**changes), samples=4)

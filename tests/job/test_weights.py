@@ -38,9 +38,14 @@ class Tied(nn.Module):
 
 
 JOB = Job(
-    name="tied", model=Tied, train=TensorData(x=torch.zeros(4, dtype=torch.int64)), global_batch=2, steps=1,
-    loss=lambda out, batch: (out.sum(), len(out)), optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
-)  # fmt: skip
+    name="tied",
+    model=Tied,
+    train=TensorData(x=torch.zeros(4, dtype=torch.int64)),
+    global_batch=2,
+    steps=1,
+    loss=lambda out, batch: (out.sum(), len(out)),
+    optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
+)
 
 
 def trained() -> Tied:
@@ -92,8 +97,13 @@ def megatron(state: dict, path: Path) -> Path:
     (path / "iter_0000005" / "mp_rank_00").mkdir(parents=True)
     (path / "latest_checkpointed_iteration.txt").write_text("5")
     generator = {"np_rng_state": np.random.RandomState(0).get_state(), "rng_tracker_states": {}}
-    content = {"args": argparse.Namespace(num_layers=2), "checkpoint_version": 3.0, "model": state, "iteration": 5,
-               "rng_state": [generator]}  # fmt: skip
+    content = {
+        "args": argparse.Namespace(num_layers=2),
+        "checkpoint_version": 3.0,
+        "model": state,
+        "iteration": 5,
+        "rng_state": [generator],
+    }
     torch.save(content, path / "iter_0000005" / "mp_rank_00" / "model_optim_rng.pt")
     return path
 
@@ -142,8 +152,11 @@ def test_a_model_on_the_disk_lies_in_the_file_and_changes_stay_its_own(
 
 def test_half_precision_is_converted_and_names_are_renamed(tmp_path: Path) -> None:
     source = trained()
-    state = {f"net.{name}".replace("blocks", "layers"): value.to(torch.bfloat16) if value.is_floating_point() else value
-             for name, value in source.state_dict().items() if name != "norm.weight"}  # fmt: skip
+    state = {
+        f"net.{name}".replace("blocks", "layers"): value.to(torch.bfloat16) if value.is_floating_point() else value
+        for name, value in source.state_dict().items()
+        if name != "norm.weight"
+    }
     file = state_dict(state, tmp_path)
     job = start_from(JOB, file, rename=lambda name: name.replace("blocks", "layers"), new=["norm.w*"])
     torch.manual_seed(0)

@@ -72,8 +72,16 @@ def slurm() -> Iterator[dict[str, str]]:
         text = CONFIGURATION.format(host=socket.gethostname(), user=getuser(), folder=folder, ports=ports)
         (folder / "slurm.conf").write_text(text)
         files = {name: folder / f"munge.{name}" for name in ("key", "sock", "pid", "log", "seed")}
-        start("munged", "--foreground", "--force", f"--key-file={files['key']}", f"--socket={files['sock']}",
-              f"--pid-file={files['pid']}", f"--log-file={files['log']}", f"--seed-file={files['seed']}")  # fmt: skip
+        start(
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={files['key']}",
+            f"--socket={files['sock']}",
+            f"--pid-file={files['pid']}",
+            f"--log-file={files['log']}",
+            f"--seed-file={files['seed']}",
+        )
         _wait_for(lambda: files["sock"].exists(), folder)
         start("slurmctld", "-D")
         for node in ("n1", "n2"):

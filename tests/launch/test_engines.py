@@ -15,11 +15,21 @@ from launch import slurm
 from shoal.launch.engines import EngineError, adopt, first_host, refuse_several
 
 STEP = {
-    "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0",
-}  # fmt: skip
-MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-       "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "1234"}  # fmt: skip
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "node[07-08]",
+    "SLURM_JOB_ID": "12",
+    "SLURM_STEP_ID": "0",
+}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "1234",
+}
 
 
 def test_a_task_of_a_slurm_step_is_a_rank() -> None:
@@ -81,8 +91,12 @@ def _train(
     command = [sys.executable, "-m", "shoal", "train", "language:tiny", "-s", "dp(2)", "--steps", "4", "--no-gate"]
     return subprocess.run(
         [*prefix, *command, "--folder", str(folder), "--checkpoint-every", "2", *words],
-        env={**_environment(), **(environment or {})}, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+        env={**_environment(), **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
 
 
 @pytest.mark.processes
@@ -112,8 +126,12 @@ def test_srun_starts_one_job_of_all_its_tasks(tmp_path: Path) -> None:
         assert (record["world"], record["status"], record["summary"]["step"]) == (2, "finished", 4)
         proof = subprocess.run(
             ["srun", "-n2", sys.executable, "-m", "shoal", "verify", "language:tiny", "-s", "dp(2)"],
-            env={**_environment(), **own}, capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+            env={**_environment(), **own},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         assert proof.returncode != 0
         assert "a launcher has started `shoal verify` 2 times" in proof.stderr
 

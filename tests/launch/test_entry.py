@@ -51,7 +51,12 @@ def test_options_reach_ranks_as_they_were_given(options: JobOptions) -> None:
 def test_the_record_keeps_what_a_user_gives_and_nothing_of_the_run_itself() -> None:
     options = TrainOptions(job="mine.py", lock="secret", checked=True)
     assert set(options.to_json()) - set(options.recorded()) == {
-        "lock", "checked", "flops_per_sample", "restored", "job_seed", "teachers",
+        "lock",
+        "checked",
+        "flops_per_sample",
+        "restored",
+        "job_seed",
+        "teachers",
     }
 
 

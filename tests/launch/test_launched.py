@@ -31,10 +31,16 @@ def started(
     file.write_text(script)
     paths = os.pathsep.join(path for path in sys.path if path)
     variables = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}, "PYTHONPATH": paths,
-        "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "SHOAL_TOKEN": "one", **more,
-    }  # fmt: skip
+        **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "SHOAL_TOKEN": "one",
+        **more,
+    }
     process = subprocess.Popen(
         [sys.executable, str(file)], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -83,9 +89,10 @@ dist.all_reduce(torch.ones(1))
 
 def test_a_rank_whose_store_does_not_answer_any_more_ends(tmp_path: Path) -> None:
     port = _free_port()
-    with started(CUT_OFF, tmp_path, rank=0, world=2, port=port), (
-        started(CUT_OFF, tmp_path, rank=1, world=2, port=port)
-    ) as other:  # fmt: skip
+    with (
+        started(CUT_OFF, tmp_path, rank=0, world=2, port=port),
+        started(CUT_OFF, tmp_path, rank=1, world=2, port=port) as other,
+    ):
         _, said = other.communicate(timeout=60)
     assert other.returncode == 1
     assert "shoal: rank 1 on " in said
@@ -117,5 +124,3 @@ def test_a_rank_whose_launcher_was_killed_stops(tmp_path: Path) -> None:
         assert agent.stdout.readline() == "trains\n"
         agent.kill()
         assert agent.stdout.readline() == "stops\n"
-
-

@@ -22,8 +22,17 @@ CLUSTER: dict[str, Any] = {"on": "k8s", "image": "registry.example/shoal:1"}
 
 
 def test_an_sbatch_script_asks_for_a_task_a_rank_and_starts_one_run() -> None:
-    made = shoal.submit("a b.py", "dp(2) * dp(4, zero=3)", on="slurm", nodes=2, minutes=30, gpus_per_node=4, name="run",
-                        sbatch=["--partition=gpu"], options=["--steps", "7"])  # fmt: skip
+    made = shoal.submit(
+        "a b.py",
+        "dp(2) * dp(4, zero=3)",
+        on="slurm",
+        nodes=2,
+        minutes=30,
+        gpus_per_node=4,
+        name="run",
+        sbatch=["--partition=gpu"],
+        options=["--steps", "7"],
+    )
     asked = [line.removeprefix("#SBATCH ") for line in made.text.splitlines() if line.startswith("#SBATCH ")]
     assert {"--nodes=2", "--ntasks-per-node=4", "--time=30", "--gpus-per-node=4", "--partition=gpu"} <= set(asked)
     assert "--signal=TERM@120" in asked  # Not B:, which signals the batch shell only.
@@ -128,8 +137,13 @@ def test_a_script_sent_twice_to_slurm_is_one_run(tmp_path: Path) -> None:
             words = ["submit", "language:tiny", "-s", "dp(2)", "--nodes", "2", "--on", "slurm", "--sbatch=--wait"]
             done = subprocess.run(
                 [sys.executable, "-m", "shoal", *words, "--send", "--", *OPTIONS[2:], "--steps", str(steps)],
-                env=own, cwd=tmp_path, capture_output=True, text=True, timeout=140, check=False,
-            )  # fmt: skip
+                env=own,
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=140,
+                check=False,
+            )
             said = "".join(path.read_text() for path in tmp_path.glob("*.out"))
             assert done.returncode == 0, done.stderr + said
             assert "Submitted batch job" in done.stdout
@@ -144,8 +158,14 @@ def test_a_script_sent_twice_to_slurm_is_one_run(tmp_path: Path) -> None:
 def test_the_command_of_a_train_job_runs_under_the_variables_that_kubeflow_injects(tmp_path: Path) -> None:
     found = manifests(mount=str(tmp_path), nodes=1, strategy="dp(2)", job="language:tiny", options=OPTIONS)
     trainer = found["TrainJob"]["spec"]["trainer"]
-    injected = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "127.0.0.1",
-                "PET_MASTER_PORT": str(29000 + os.getpid() % 900), "SHOAL_TOKEN": "one"}  # fmt: skip
+    injected = {
+        "PET_NNODES": "1",
+        "PET_NPROC_PER_NODE": "2",
+        "PET_NODE_RANK": "0",
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(29000 + os.getpid() % 900),
+        "SHOAL_TOKEN": "one",
+    }
     done = subprocess.run(
         trainer["command"], env={**environment(), **injected}, capture_output=True, text=True, timeout=200, check=False
     )
@@ -184,16 +204,31 @@ def test_a_run_goes_on_after_a_rank_has_died(tmp_path: Path, engine: str) -> Non
     options = ["--steps", "6", "--checkpoint-every", "2", "--no-gate"]
     if engine == "ray":
         pytest.importorskip("ray.train")
-        made = shoal.submit(tmp_path / "job.py", "dp(2)", on="ray", nodes=1, folder=tmp_path / "run", options=options,
-                            retries=1)  # fmt: skip
+        made = shoal.submit(
+            tmp_path / "job.py", "dp(2)", on="ray", nodes=1, folder=tmp_path / "run", options=options, retries=1
+        )
         own_cluster = made.text.replace("ray.init()", "ray.init(num_cpus=2, include_dashboard=False)")
         (tmp_path / "driver.py").write_text(own_cluster)
         words = [sys.executable, str(tmp_path / "driver.py")]
     else:
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-                 "--max-restarts=1", "-m", "shoal", "train", str(tmp_path / "job.py"),
-                 "-s", "dp(2)", "--folder", str(tmp_path / "run"),
-                 "--go-on", *options]  # fmt: skip
+        words = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            "--max-restarts=1",
+            "-m",
+            "shoal",
+            "train",
+            str(tmp_path / "job.py"),
+            "-s",
+            "dp(2)",
+            "--folder",
+            str(tmp_path / "run"),
+            "--go-on",
+            *options,
+        ]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "mark").exists()

@@ -28,9 +28,14 @@ def pictures() -> TensorData:
 
 def job_of(model: Callable[[], nn.Module], data: TensorData | None = None) -> Job:
     return Job(
-        name="plain", model=model, train=data or sequences(), loss=cross_entropy,
-        optimizer=partial(torch.optim.SGD, lr=0.1), global_batch=4, steps=1,
-    )  # fmt: skip
+        name="plain",
+        model=model,
+        train=data or sequences(),
+        loss=cross_entropy,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        global_batch=4,
+        steps=1,
+    )
 
 
 class Between(nn.Module):
@@ -113,24 +118,35 @@ GOOD: dict[str, tuple[int, int, Callable[[Between, Tensor], Tensor], int]] = {
     "heads in the batch": (24, 24, heads_in_the_batch, 4),
     "few key heads": (24, 12, few_key_heads, 2),
     "a norm in each head": (
-        24, 24, lambda self, x: F.layer_norm(x.unflatten(-1, (self.heads, -1)), (6,)).flatten(-2), 4,
+        24,
+        24,
+        lambda self, x: F.layer_norm(x.unflatten(-1, (self.heads, -1)), (6,)).flatten(-2),
+        4,
     ),
     "a mask by code": (24, 24, lambda self, x: torch.where(x > 0, x, torch.zeros_like(x)), 24),
     "written in place": (24, 24, lambda self, x: x.clone().mul_(2).relu_(), 24),
     "heads innermost": (
-        24, 24, lambda self, x: x.unflatten(-1, (self.heads, -1)).transpose(-1, -2).flatten(-2), 4,
+        24,
+        24,
+        lambda self, x: x.unflatten(-1, (self.heads, -1)).transpose(-1, -2).flatten(-2),
+        4,
     ),
     "a size in the code": (24, 24, lambda self, x: x.unflatten(-1, (4, 6)).sin().flatten(-2), 4),
     "zeros of the same width": (24, 24, lambda self, x: x + x.new_zeros(x.shape), 24),
-}  # fmt: skip
+}
 
 BAD: dict[str, tuple[int, int, Callable[[Between, Tensor], Tensor], str]] = {
     "a width in the code": (
-        24, 24, lambda self, x: x.unflatten(-1, (-1, 6)).sin()[:, :, :4].flatten(-2), "names a size",
+        24,
+        24,
+        lambda self, x: x.unflatten(-1, (-1, 6)).sin()[:, :, :4].flatten(-2),
+        "names a size",
     ),
     "rows of another length": (24, 15, lambda self, x: x.reshape(-1, 8, 15), "mixes"),
     "a mixture of heads": (
-        24, 24, lambda self, x: torch.einsum("bthd,hg->btgd", x.unflatten(-1, (4, 6)), x.new_ones(4, 4)).flatten(-2),
+        24,
+        24,
+        lambda self, x: torch.einsum("bthd,hg->btgd", x.unflatten(-1, (4, 6)), x.new_ones(4, 4)).flatten(-2),
         "sums over",
     ),
     "a norm over all": (24, 24, lambda self, x: F.layer_norm(x, (24,)), "native_layer_norm"),
@@ -143,9 +159,12 @@ BAD: dict[str, tuple[int, int, Callable[[Between, Tensor], Tensor], str]] = {
     "one feature": (24, 24, lambda self, x: x * x[..., :1], ""),
     "an uneven split": (24, 24, lambda self, x: torch.cat(x.split([7, 17], -1), -1), "evenly"),
     "tokens and features merged": (
-        24, 24, lambda self, x: x.transpose(1, 2).reshape(x.shape[0], TOKENS, 24), "evenly",
+        24,
+        24,
+        lambda self, x: x.transpose(1, 2).reshape(x.shape[0], TOKENS, 24),
+        "evenly",
     ),
-}  # fmt: skip
+}
 
 
 def between(wide: int, narrow: int, code: Callable[[Between, Tensor], Tensor]) -> Callable[[], nn.Module]:

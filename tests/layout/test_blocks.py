@@ -77,8 +77,10 @@ def test_what_two_blocks_share_is_the_roots() -> None:
     root, *rest = units(model)
     assert [name for name, _ in root.params] == ["0.weight"]
     assert {unit.name: [name for name, _ in unit.params] for unit in rest} == {
-        "0": ["0.bias"], "1": ["1.weight", "1.bias"], "2": ["2.bias"],
-    }  # fmt: skip
+        "0": ["0.bias"],
+        "1": ["1.weight", "1.bias"],
+        "2": ["2.bias"],
+    }
 
 
 def test_frozen_parameters_belong_to_no_unit_and_a_frozen_block_is_none() -> None:

@@ -25,9 +25,14 @@ def job_of(model: Callable[[], nn.Module], *, whole: bool = False) -> Job:
     x = torch.randint(0, CLASSES, (8, 4)) if whole else torch.randn(8, WIDTH)
     y = torch.randint(0, CLASSES, (8, 4) if whole else (8,))
     return Job(
-        name="small", model=model, train=TensorData(x=x, y=y), loss=cross_entropy,
-        optimizer=partial(torch.optim.SGD, lr=0.1), global_batch=4, steps=1,
-    )  # fmt: skip
+        name="small",
+        model=model,
+        train=TensorData(x=x, y=y),
+        loss=cross_entropy,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        global_batch=4,
+        steps=1,
+    )
 
 
 def chain_of(model: Callable[[], nn.Module], *, whole: bool = False) -> Chain:
@@ -220,11 +225,16 @@ def test_declared_stages_are_taken_as_they_are_or_refused_by_name() -> None:
 def chain_with(costs: list[float], closed: set[int]) -> Chain:
     links = tuple(
         ModelPiece(
-            path=f"piece.{number}", is_block=True, cost=value, parameters=frozenset(), wires=(),
-            why_not="is closed" if number in closed else "", same_as_argument=None,
+            path=f"piece.{number}",
+            is_block=True,
+            cost=value,
+            parameters=frozenset(),
+            wires=(),
+            why_not="is closed" if number in closed else "",
+            same_as_argument=None,
         )
         for number, value in enumerate(costs)
-    )  # fmt: skip
+    )
     return Chain(links=links, tied=frozenset(), written={})
 
 
@@ -280,8 +290,13 @@ def test_a_matrix_product_costs_two_operations_for_each_multiplication() -> None
 
 
 def test_views_are_free_and_everything_else_moves_bytes() -> None:
-    traced = trace(job_of(partial(nn.Sequential, nn.Flatten(), nn.Unflatten(1, (2, 3)), nn.Flatten(), nn.Tanh(),
-                                  nn.Linear(WIDTH, CLASSES))))  # fmt: skip
+    traced = trace(
+        job_of(
+            partial(
+                nn.Sequential, nn.Flatten(), nn.Unflatten(1, (2, 3)), nn.Flatten(), nn.Tanh(), nn.Linear(WIDTH, CLASSES)
+            )
+        )
+    )
     costs = {op.name: cost(traced, op) for op in traced.ops if op.number < traced.model_stop}
     assert costs["view"] == 0
     # Reads and writes two samples of six float32.

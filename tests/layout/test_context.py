@@ -27,9 +27,14 @@ def plan_of(model: Callable[[], nn.Module], *, pooled: bool = False, loss: Any =
     x = torch.randint(0, VOCABULARY, (6, LENGTH))
     y = torch.randint(0, VOCABULARY, (6,) if pooled else (6, LENGTH))
     job = Job(
-        name="small", model=model, train=TensorData(x=x, y=y), loss=loss,
-        optimizer=partial(torch.optim.SGD, lr=0.1), global_batch=6, steps=1,
-    )  # fmt: skip
+        name="small",
+        model=model,
+        train=TensorData(x=x, y=y),
+        loss=loss,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        global_batch=6,
+        steps=1,
+    )
     return context_plan(trace(job))
 
 
@@ -83,9 +88,14 @@ def test_a_decoder_is_cut_from_its_first_block_to_the_loss() -> None:
 def test_a_loss_that_reads_the_length_from_a_shape_gets_the_whole_sequence(loss: Any, wrong: str) -> None:
     x = torch.randint(0, VOCABULARY, (6, LENGTH))
     job = Job(
-        name="by-length", model=Model, train=TensorData(x=x, y=x), loss=loss,
-        optimizer=partial(torch.optim.SGD, lr=0.1), global_batch=6, steps=1,
-    )  # fmt: skip
+        name="by-length",
+        model=Model,
+        train=TensorData(x=x, y=x),
+        loss=loss,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        global_batch=6,
+        steps=1,
+    )
     plan = layout_of(job, parse("cp(2)")).context
     assert plan is not None
     assert plan.batch is None

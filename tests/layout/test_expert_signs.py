@@ -48,9 +48,14 @@ def broken_chain(parts: list[nn.Module], x: Tensor) -> Tensor:
 def job_of(how: Callable[[list[nn.Module], Tensor], Tensor]) -> Job:
     x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
     return Job(
-        name="parts", model=partial(Parts, how), train=TensorData(x=x, y=torch.arange(16) % 3), loss=cross_entropy,
-        optimizer=partial(torch.optim.SGD, lr=0.1), global_batch=4, steps=1,
-    )  # fmt: skip
+        name="parts",
+        model=partial(Parts, how),
+        train=TensorData(x=x, y=torch.arange(16) % 3),
+        loss=cross_entropy,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        global_batch=4,
+        steps=1,
+    )
 
 
 @pytest.mark.parametrize(("how", "may"), [(chain, False), (side_by_side, True), (twice, True), (broken_chain, True)])

@@ -254,10 +254,22 @@ FAMILIES = ["Mixtral", "Qwen2Moe", "Qwen3Moe", "GptOss", "Olmoe", "Llama"]
 def test_the_experts_of_a_librarys_families_are_found_without_knowing_them(family: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{family}Config")(
-        hidden_size=16, intermediate_size=12, moe_intermediate_size=12, shared_expert_intermediate_size=12,
-        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8, vocab_size=32, num_experts=4,
-        num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=16, pad_token_id=0, decoder_sparse_step=1,
-    )  # fmt: skip
+        hidden_size=16,
+        intermediate_size=12,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=32,
+        num_experts=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=16,
+        pad_token_id=0,
+        decoder_sparse_step=1,
+    )
     config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config)
     layers = found(model, torch.randint(3, 30, (2, 6)))

@@ -52,9 +52,12 @@ def test_code_that_needs_the_whole_for_more_than_a_view_stays_whole_and_says_why
 def test_only_calls_that_ask_for_the_whole_are_divided() -> None:
     (region,) = plan_of(sized.masked).regions
     assert [(v.module, v.order, v.function, v.places) for v in region.views] == [
-        ("attn", 0, "split", (0,)), ("attn", 1, "view", (2,)), ("attn", 2, "view", (2,)), ("attn", 3, "view", (2,)),
+        ("attn", 0, "split", (0,)),
+        ("attn", 1, "view", (2,)),
+        ("attn", 2, "view", (2,)),
+        ("attn", 3, "view", (2,)),
         ("attn", 4, "view", (2,)),
-    ]  # fmt: skip
+    ]
     assert region.scaled == ()
     (region,) = plan_of(sized.in_a_module).regions
     assert [(v.module, v.order) for v in region.views] == [("attn.fold", 0)]
@@ -209,9 +212,18 @@ def test_all_functions_are_known_by_the_object_that_a_mode_is_given() -> None:
     x = torch.zeros(4, 6)
     with Mode():
         for made in (
-            x.view(24), x.reshape(24), torch.reshape(x, (24,)), x.expand(4, 6), x.broadcast_to((4, 6)),
-            torch.broadcast_to(x, (4, 6)), x.unflatten(0, (2, 2)), torch.unflatten(x, 0, (2, 2)), x.split(2),
-            torch.split(x, 2), x.split_with_sizes([4]), torch.split_with_sizes(x, [4]),
-        ):  # fmt: skip
+            x.view(24),
+            x.reshape(24),
+            torch.reshape(x, (24,)),
+            x.expand(4, 6),
+            x.broadcast_to((4, 6)),
+            torch.broadcast_to(x, (4, 6)),
+            x.unflatten(0, (2, 2)),
+            torch.unflatten(x, 0, (2, 2)),
+            x.split(2),
+            torch.split(x, 2),
+            x.split_with_sizes([4]),
+            torch.split_with_sizes(x, [4]),
+        ):
             assert made is not None
     assert [func in NAMES for func in seen] == [True] * 12

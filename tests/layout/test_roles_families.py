@@ -192,8 +192,9 @@ def test_channels_carry_the_batch_norms_parameters_and_statistics() -> None:
 
 def test_a_norm_over_each_heads_width_is_partial_and_no_other_parameter_is() -> None:
     assert plan("qwen3").regions[0].partial == (
-        "model.layers.0.self_attn.k_norm.weight", "model.layers.0.self_attn.q_norm.weight",
-    )  # fmt: skip
+        "model.layers.0.self_attn.k_norm.weight",
+        "model.layers.0.self_attn.q_norm.weight",
+    )
     assert all(region.partial == () for region in plan("llama").regions)
 
 

@@ -107,9 +107,12 @@ def test_parameters_between_are_cut_along_or_named_as_partial() -> None:
     assert region.parts == 4
     assert region.partial == ("in_head",)
     assert {name: (cut.dim, cut.segments) for name, cut in region.cuts.items()} == {
-        "gain": (0, (24,)), "slope": (0, (4,)), "up.weight": (0, (24,)), "up.bias": (0, (24,)),
+        "gain": (0, (24,)),
+        "slope": (0, (4,)),
+        "up.weight": (0, (24,)),
+        "up.bias": (0, (24,)),
         "down.weight": (1, (24,)),
-    }  # fmt: skip
+    }
 
 
 def test_a_parameter_whose_gradient_would_be_half_partial_forbids_the_region() -> None:

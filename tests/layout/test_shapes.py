@@ -8,10 +8,16 @@ from shoal.shapes.presets import SHAPES, preset
 from shoal.shapes.shape import Transformer
 
 PUBLISHED = {
-    "gpt:175b": 175e9, "gpt2:xl": 1.56e9, "llama2:7b": 6.74e9, "llama2:70b": 69e9, "llama3:8b": 8.03e9,
+    "gpt:175b": 175e9,
+    "gpt2:xl": 1.56e9,
+    "llama2:7b": 6.74e9,
+    "llama2:70b": 69e9,
+    "llama3:8b": 8.03e9,
     "llama3:405b": 405.8e9,
-    "mixtral:8x7b": 46.7e9, "bert:large": 0.335e9, "vit:l": 0.304e9,
-}  # fmt: skip
+    "mixtral:8x7b": 46.7e9,
+    "bert:large": 0.335e9,
+    "vit:l": 0.304e9,
+}
 
 
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())

@@ -116,9 +116,15 @@ def counted(method: Any, x: torch.Tensor, weight: torch.Tensor) -> Work:
 def test_operations_are_those_of_the_formulas(side: int) -> None:
     x, weight = torch.randn(2, 3, side, side), torch.randn(5, 3, 3, 3)
     of = formulas.Convolution(
-        samples=2, in_channels=3, out_channels=5, image=(side, side), kernel=(3, 3), stride=(1, 1), padding=(1, 1),
+        samples=2,
+        in_channels=3,
+        out_channels=5,
+        image=(side, side),
+        kernel=(3, 3),
+        stride=(1, 1),
+        padding=(1, 1),
         dilation=(1, 1),
-    )  # fmt: skip
+    )
     assert counted(METHODS["direct"], x, weight).products == formulas.direct(of).work
     assert counted(METHODS["im2col"], x, weight).products == formulas.im2col(of).work
     for tile in (2, 4):

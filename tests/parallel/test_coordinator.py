@@ -43,8 +43,9 @@ class Simulated:
             worker = min(self.due, key=lambda each: self.due[each])
             self.now = self.due.pop(worker)
             (step, share), version = self.at[worker]
-            self.dropped += [row.push for row in self.coordinator.push(
-                Push(worker, step, share, version), now_s=self.now)]  # fmt: skip
+            self.dropped += [
+                row.push for row in self.coordinator.push(Push(worker, step, share, version), now_s=self.now)
+            ]
             self._act()
         assert set(self.paused) == alive
         assert not self.coordinator.waiting

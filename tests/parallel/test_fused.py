@@ -11,8 +11,12 @@ from torch import nn
 from shoal.parallel.fused import prefer_fused
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "SGD": {"momentum": 0.9}, "Adam": {"eps": 1e-4}, "AdamW": {"eps": 1e-4}, "Adagrad": {}, "NAdam": {"eps": 1e-4},
-}  # fmt: skip
+    "SGD": {"momentum": 0.9},
+    "Adam": {"eps": 1e-4},
+    "AdamW": {"eps": 1e-4},
+    "Adagrad": {},
+    "NAdam": {"eps": 1e-4},
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

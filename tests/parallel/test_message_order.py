@@ -118,10 +118,16 @@ def engine_of(term: pp, rank: int, made: list[str]) -> Any:
         return Members(axis, tuple(range(term.n)), rank, made[-1])  # type: ignore[arg-type]
 
     return SimpleNamespace(
-        placement=SimpleNamespace(mesh=SimpleNamespace(another_along=another)), device=torch.device("meta"),
-        reduction=SimpleNamespace(buckets=[]), owner=OWNER, count=lambda *_: None, learns_from=lambda loss: loss,
-        run_backward=lambda run, **_: run(), close_backward=lambda: None, step=lambda factor: None,
-    )  # fmt: skip
+        placement=SimpleNamespace(mesh=SimpleNamespace(another_along=another)),
+        device=torch.device("meta"),
+        reduction=SimpleNamespace(buckets=[]),
+        owner=OWNER,
+        count=lambda *_: None,
+        learns_from=lambda loss: loss,
+        run_backward=lambda run, **_: run(),
+        close_backward=lambda: None,
+        step=lambda factor: None,
+    )
 
 
 class NoDeferral:
@@ -195,9 +201,13 @@ def terms() -> Iterator[pp]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("eager", "shapes"),
-    [(False, 2), pytest.param(False, 1, marks=pytest.mark.slow), pytest.param(True, 1, marks=pytest.mark.slow),
-     pytest.param(True, 2, marks=pytest.mark.slow)],
-)  # fmt: skip
+    [
+        (False, 2),
+        pytest.param(False, 1, marks=pytest.mark.slow),
+        pytest.param(True, 1, marks=pytest.mark.slow),
+        pytest.param(True, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_no_schedule_swaps_messages_or_deadlocks(eager: bool, shapes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = list(terms())
     assert {(term.schedule, term.n) for term in tried} == set(

@@ -194,7 +194,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "written in place": lambda x, w: conv(x, w).add_(1).mul_(2).clamp_(min=0.5),
     "smaller than the ranks": shrunk_and_grown,
     "sized by the code": sized,
-}  # fmt: skip
+}
 
 
 @pytest.mark.timeout(60)
@@ -290,7 +290,6 @@ class Doubled(torch.autograd.Function):
 def test_an_autograd_function_of_the_models_own_gets_the_full_plane() -> None:
     given = [random(2, 3, 11, 8), random(*WEIGHT["w"], seed=3)]
     assert error_of(lambda x, w: again(Doubled.apply(conv(x, w)), w), given, Grid((2, 1))) < EXACT
-
 
 
 def test_a_checkpoint_of_the_models_own_is_refused_by_name() -> None:

@@ -113,10 +113,20 @@ def end(model: nn.Module, micros: int, pipelined: bool) -> dict[str, Any]:
     for name, module in model.named_modules():
         if isinstance(module, Stateful):
             found[name] = (
-                module.calls, module.seen, module.by_kind, module.latest, module.power.tolist(), module.held.calls,
-                module.held.inner.slotted.total, module.counted, module.array.tolist(), module.notes["rows"],
-                module.notes["sums"].tolist(), module.notes["pair"][0].tolist(), module.noise.get_state().tolist(),
-            )  # fmt: skip
+                module.calls,
+                module.seen,
+                module.by_kind,
+                module.latest,
+                module.power.tolist(),
+                module.held.calls,
+                module.held.inner.slotted.total,
+                module.counted,
+                module.array.tolist(),
+                module.notes["rows"],
+                module.notes["sums"].tolist(),
+                module.notes["pair"][0].tolist(),
+                module.noise.get_state().tolist(),
+            )
     return found
 
 

@@ -18,19 +18,42 @@ def changed(text: str, old: str, new: str) -> str:
     return text.replace(old, new)
 
 
-@pytest.mark.parametrize("text", [
-    "", "device = = 3", NAMED, LEVEL, NAMED + "level = 3\n", NAMED + "level = [3]\n", "device = [1]\n" + LEVEL,
-    'device = "Z9000"\n' + LEVEL, "name = 3\n" + NAMED + LEVEL, "devices = 12\n" + NAMED + LEVEL,
-    *("devices = " + each + "\n" + NAMED + LEVEL for each in ("inf", "nan", "1e400", "0", "2.5")),
-    *(NAMED + changed(LEVEL, "ranks = 8", f"ranks = {each}") for each in ("inf", "nan", "0", "2.5", '"8"', "true")),
-    *(NAMED + changed(LEVEL, "300", each) for each in ("inf", "nan", "0", "-3")),
-    *(NAMED + changed(LEVEL, "= 7", f"= {each}") for each in ("inf", "nan", "-7")),
-    NAMED + changed(LEVEL, "gb_per_s", "gb_per_sec"),
-    *(OWN + line + "\n" + LEVEL for line in ("sms = nan", "sms = inf", "sms = 0", "domain = -3", "domain = nan",
-                                             "watts = -3", "watts = nan", 'watts = "much"')),
-    *(changed(OWN, "memory_gb = 80", f"memory_gb = {each}") + LEVEL for each in ("0", "inf", "nan")),
-    changed(OWN, "{bf16 = 300}", "{int4 = 300}") + LEVEL, changed(OWN, "{bf16 = 300}", "{}") + LEVEL,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "device = = 3",
+        NAMED,
+        LEVEL,
+        NAMED + "level = 3\n",
+        NAMED + "level = [3]\n",
+        "device = [1]\n" + LEVEL,
+        'device = "Z9000"\n' + LEVEL,
+        "name = 3\n" + NAMED + LEVEL,
+        "devices = 12\n" + NAMED + LEVEL,
+        *("devices = " + each + "\n" + NAMED + LEVEL for each in ("inf", "nan", "1e400", "0", "2.5")),
+        *(NAMED + changed(LEVEL, "ranks = 8", f"ranks = {each}") for each in ("inf", "nan", "0", "2.5", '"8"', "true")),
+        *(NAMED + changed(LEVEL, "300", each) for each in ("inf", "nan", "0", "-3")),
+        *(NAMED + changed(LEVEL, "= 7", f"= {each}") for each in ("inf", "nan", "-7")),
+        NAMED + changed(LEVEL, "gb_per_s", "gb_per_sec"),
+        *(
+            OWN + line + "\n" + LEVEL
+            for line in (
+                "sms = nan",
+                "sms = inf",
+                "sms = 0",
+                "domain = -3",
+                "domain = nan",
+                "watts = -3",
+                "watts = nan",
+                'watts = "much"',
+            )
+        ),
+        *(changed(OWN, "memory_gb = 80", f"memory_gb = {each}") + LEVEL for each in ("0", "inf", "nan")),
+        changed(OWN, "{bf16 = 300}", "{int4 = 300}") + LEVEL,
+        changed(OWN, "{bf16 = 300}", "{}") + LEVEL,
+    ],
+)
 def test_an_impossible_file_is_refused_in_a_sentence(text: str, tmp_path: Path) -> None:
     path = tmp_path / "impossible.toml"
     path.write_text(text, encoding="utf-8")

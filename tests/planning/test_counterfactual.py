@@ -15,8 +15,13 @@ from shoal.planning.rank import Plan, make_plan, question_for
 from shoal.shapes.presets import preset
 from shoal.strategy import cp, ep, parse, pp, tp
 
-ASKED = [("gpt:13b", "dgx-a100", 32, 256), ("gpt2:medium", "cloud-10gbe", 8, 64), ("llama3:8b", "p4d", 64, 512),
-         ("mixtral:8x7b", "dgx-h100", 64, 512), ("llama3:70b", "frontier", 128, 256)]  # fmt: skip
+ASKED = [
+    ("gpt:13b", "dgx-a100", 32, 256),
+    ("gpt2:medium", "cloud-10gbe", 8, 64),
+    ("llama3:8b", "p4d", 64, 512),
+    ("mixtral:8x7b", "dgx-h100", 64, 512),
+    ("llama3:70b", "frontier", 128, 256),
+]
 
 
 @pytest.fixture(scope="module", params=ASKED, ids=lambda asked: asked[0])

@@ -114,9 +114,12 @@ def test_the_space_holds_every_factorisation_of_a_small_world() -> None:
     }
     expected = {
         (d, t, p, c)
-        for d in range(1, 13) for t in (1, 2, 3, 6) for p in range(1, 7) for c in (1, 2, 4)
+        for d in range(1, 13)
+        for t in (1, 2, 3, 6)
+        for p in range(1, 7)
+        for c in (1, 2, 4)
         if d * t * p * c == 12
-    }  # fmt: skip
+    }
     assert found == expected
 
 
@@ -145,8 +148,10 @@ def test_local_steps_are_planned_where_they_are_asked_for() -> None:
     plain, asked = make_plan(question), make_plan(replace(question, sync=local(8)))
     assert not plain.priced.rows.local.any()
     rows = asked.priced.rows
-    first, dense = (next(int(row) for row in asked.ranked if here[row]) for here in
-                    (rows.local == 8, (rows.local == 0) & (rows.compress == 0)))  # fmt: skip
+    first, dense = (
+        next(int(row) for row in asked.ranked if here[row])
+        for here in (rows.local == 8, (rows.local == 0) & (rows.compress == 0))
+    )
     assert asked.time_s(first) < asked.time_s(dense)
     assert asked.steps(first) > asked.steps(dense)
     local_rows = rows.rows(rows.local > 0)
@@ -164,26 +169,35 @@ def test_an_average_is_shared_among_the_steps_of_its_period() -> None:
         assert parts == pytest.approx(parts[0] / np.array([1, 2, 8]), rel=1e-6), text
 
 
-@pytest.mark.parametrize("text", [
-    "serial",
-    "dp(8, zero=1) * tp(2, sequence=True) * amp(\"bf16\")",
-    "pp(4, \"interleaved\", micro=8, chunks=2) * dp(2, zero=2) * tp(2) * recompute(\"full\")",
-    "dp(4, compress=topk(0.01)) * dp(2, zero=1)",
-    "dp(2) * pp(2, micro=4) * dp(4, zero=3) * cp(2)",
-    "dp(2) * ep(4) * accumulate(2)",
-    'dp(2) * cp(4, "ulysses") * tp(2)',
-    "dp(4, sync=local(8)) * dp(2, zero=1)",
-    "dp(4, sync=local(8)) * tp(2)",
-    "dp(4, sync=local(8), compress=int8()) * tp(2)",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "serial",
+        'dp(8, zero=1) * tp(2, sequence=True) * amp("bf16")',
+        'pp(4, "interleaved", micro=8, chunks=2) * dp(2, zero=2) * tp(2) * recompute("full")',
+        "dp(4, compress=topk(0.01)) * dp(2, zero=1)",
+        "dp(2) * pp(2, micro=4) * dp(4, zero=3) * cp(2)",
+        "dp(2) * ep(4) * accumulate(2)",
+        'dp(2) * cp(4, "ulysses") * tp(2)',
+        "dp(4, sync=local(8)) * dp(2, zero=1)",
+        "dp(4, sync=local(8)) * tp(2)",
+        "dp(4, sync=local(8), compress=int8()) * tp(2)",
+    ],
+)
 def test_expressions_become_rows_and_come_back(text: str) -> None:
     assert of_strategies([parse(text)], global_batch=64).strategy(0) == parse(text)
 
 
-@pytest.mark.parametrize("text", [
-    "spatial(2)", "dp(2, sync=ssp(4))", "dp(2, via=ps(1))", "dp(2, compress=gtopk(0.01))",
-    "dp(2) * dp(2, sync=local(4))",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "spatial(2)",
+        "dp(2, sync=ssp(4))",
+        "dp(2, via=ps(1))",
+        "dp(2, compress=gtopk(0.01))",
+        "dp(2) * dp(2, sync=local(4))",
+    ],
+)
 def test_what_has_no_price_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match="no estimate for"):
         of_strategies([parse(text)], global_batch=64)

@@ -38,8 +38,13 @@ class Net(nn.Module):
 
 def test_heads_are_found_where_attention_is_cut() -> None:
     job = Job(
-        name="heads", model=Net, train=TextData(b"some words to read " * 50, sequence=16), loss=cross_entropy,
-        optimizer=lambda groups: torch.optim.AdamW(groups), global_batch=4, steps=1,
-    )  # fmt: skip
+        name="heads",
+        model=Net,
+        train=TextData(b"some words to read " * 50, sequence=16),
+        loss=cross_entropy,
+        optimizer=lambda groups: torch.optim.AdamW(groups),
+        global_batch=4,
+        steps=1,
+    )
     shape, facts = shape_of(job)
     assert (shape.heads, shape.layers, shape.hidden, facts.heads) == (4, 3, 32, 4)

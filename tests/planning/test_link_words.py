@@ -75,9 +75,14 @@ def test_servers_take_in_and_give_out_all_models_while_workers_compute() -> None
 
 @pytest.mark.parametrize(
     ("rule", "volume"),
-    [(local(8), 1.0), (diloco(8), 1.0), (diloco(8, fragments=4, overlap=1), 1.0), (gossip("ring", h=4), 2 / 1.75),
-     (gossip("random", h=4), 1 / 1.75)],
-)  # fmt: skip
+    [
+        (local(8), 1.0),
+        (diloco(8), 1.0),
+        (diloco(8, fragments=4, overlap=1), 1.0),
+        (gossip("ring", h=4), 2 / 1.75),
+        (gossip("random", h=4), 1 / 1.75),
+    ],
+)
 def test_a_rule_sends_what_it_says_in_a_period(rule: SyncTerm, volume: float) -> None:
     assert exchange_volume(rule, 8) == pytest.approx(volume, rel=1e-3)
 

@@ -91,9 +91,13 @@ def test_an_axis_of_one_sends_nothing(name, where, world, seed) -> None:
     priced = price_candidates(some_rows(shape, place, batch=64, seed=seed), shape=shape, cluster=place, everything=True)
     rows = priced.rows
     for cause, alone in {
-        "tensor": rows.tp == 1, "context": rows.cp == 1, "expert": rows.ep == 1, "pipeline": rows.pp == 1,
-        "bubble": rows.pp == 1, "data": rows.outer * rows.dp * rows.ep * rows.cp == 1,
-    }.items():  # fmt: skip
+        "tensor": rows.tp == 1,
+        "context": rows.cp == 1,
+        "expert": rows.ep == 1,
+        "pipeline": rows.pp == 1,
+        "bubble": rows.pp == 1,
+        "data": rows.outer * rows.dp * rows.ep * rows.cp == 1,
+    }.items():
         assert (priced.split_s[cause][alone] == 0).all(), cause
 
 
@@ -101,8 +105,12 @@ def test_one_rank_is_serial() -> None:
     shape, place = preset("gpt2:small"), cluster("dgx-a100", devices=1)
     rows = enumerate_legal(world=1, facts=facts_of(shape, global_batch=4), node=1, precision="bf16")
     assert {str(rows.strategy(row)).split(" * ")[0] for row in range(len(rows))} <= {
-        'amp("bf16")', "accumulate(2)", "accumulate(4)", 'recompute("full")', 'recompute("selective")'
-    }  # fmt: skip
+        'amp("bf16")',
+        "accumulate(2)",
+        "accumulate(4)",
+        'recompute("full")',
+        'recompute("selective")',
+    }
     texts = ["serial", "dp(1)", "tp(1)", "pp(1, micro=1)", "dp(1, zero=3)"]
     priced = price_candidates(
         of_strategies([parse(text) for text in texts], global_batch=4), shape=shape, cluster=place, everything=True

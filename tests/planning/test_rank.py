@@ -161,8 +161,16 @@ def test_pilot_runs_replace_the_defaults() -> None:
     assert found.origins["samples"].startswith("pilot")
 
 
-@pytest.mark.parametrize("rows", [[], [{"batch": "x", "steps": "3"}], [{"batch": "3"}], [{"batch": "0", "steps": "1"}],
-                                  [{"batch": "1", "steps": "10"}, {"batch": "2", "steps": "20"}]])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [{"batch": "x", "steps": "3"}],
+        [{"batch": "3"}],
+        [{"batch": "0", "steps": "1"}],
+        [{"batch": "1", "steps": "10"}, {"batch": "2", "steps": "20"}],
+    ],
+)
 def test_pilot_rows_that_tell_nothing_are_refused(rows) -> None:
     with pytest.raises(BadPilot):
         learn_target(rows, start=default_target(preset("gpt:1.3b")))
@@ -224,8 +232,9 @@ def test_a_plan_says_what_no_measured_step_stands_behind() -> None:
     def beyond(name: str, place: str, **more: object) -> set[str]:
         told = plan_report(
             make_plan(question_for(preset(name), cluster(place, devices=16), global_batch=64, **more)),
-            top=50, changes=[],
-        )  # fmt: skip
+            top=50,
+            changes=[],
+        )
         for row in told["plans"]:
             assert ("its pipeline schedule" in row["unmeasured"]) is (
                 '"zero-bubble"' in row["strategy"] or '"gpipe"' in row["strategy"]

@@ -40,10 +40,13 @@ def test_staleness_is_part_of_the_steps_to_the_target() -> None:
 
 @pytest.mark.parametrize(
     ("given", "reason"),
-    [({"straggler": ["rank 2: 5x"]}, "plans weigh stragglers for rules under which replicas do not wait"),
-     ({"sync": "asp()", "straggler": ["rank 99: 5x"]}, "has ranks 0 to"),
-     ({"sync": "hogwild()"}, "plans know bsp"), ({"sync": "asp("}, "closing parenthesis")],
-)  # fmt: skip
+    [
+        ({"straggler": ["rank 2: 5x"]}, "plans weigh stragglers for rules under which replicas do not wait"),
+        ({"sync": "asp()", "straggler": ["rank 99: 5x"]}, "has ranks 0 to"),
+        ({"sync": "hogwild()"}, "plans know bsp"),
+        ({"sync": "asp("}, "closing parenthesis"),
+    ],
+)
 def test_what_cannot_be_planned_is_refused(given: dict, reason: str) -> None:
     with pytest.raises(CannotPlan, match=reason):
         plan("gpt:125m", cluster="dgx-a100", devices=16, batch="64", top=1, **given)

@@ -101,10 +101,13 @@ def train(job: str, strategy: str, tmp_path: Path, **options: Any) -> tuple[Run,
     """The run, and what was said before it."""
     said: list[str] = []
     run = train_job(
-        job, strategy, folder=tmp_path / f"run-{len(list(tmp_path.glob('run-*')))}",
+        job,
+        strategy,
+        folder=tmp_path / f"run-{len(list(tmp_path.glob('run-*')))}",
         on_message=lambda message: said.append(message["text"]) if "text" in message else None,
-        checkpoint_every=0, **options,
-    )  # fmt: skip
+        checkpoint_every=0,
+        **options,
+    )
     return run, said
 
 

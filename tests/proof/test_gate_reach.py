@@ -64,11 +64,20 @@ job = Job(
 )
 """
 DEFAULTS = {
-    "scale": "1.0", "helpers": "", "constant": "0.25", "init": "pass", "inside": "pass", "seq": "",
-    "loss": '((output - batch["y"]) ** 2).sum()', "count": "len(output)", "data": "",
+    "scale": "1.0",
+    "helpers": "",
+    "constant": "0.25",
+    "init": "pass",
+    "inside": "pass",
+    "seq": "",
+    "loss": '((output - batch["y"]) ** 2).sum()',
+    "count": "len(output)",
+    "data": "",
     "model": "lambda: nn.Sequential(Block(), Block(), nn.Linear(8, 8))",
-    "train": "TensorData(x=data, y=data.flip(-1))", "optimizer": "torch.optim.AdamW(groups, lr=0.01)", "more": "",
-}  # fmt: skip
+    "train": "TensorData(x=data, y=data.flip(-1))",
+    "optimizer": "torch.optim.AdamW(groups, lr=0.01)",
+    "more": "",
+}
 
 # A branch behind two zeros reads what another stage left in a global: at the start, no gradient shows it.
 HIDDEN = {
@@ -116,10 +125,13 @@ def write(tmp_path: Path) -> Callable[..., str]:
 def train(job: str, strategy: str, tmp_path: Path, **options: Any) -> tuple[Run, list[str]]:
     said: list[str] = []
     run = train_job(
-        job, strategy, folder=tmp_path / f"run-{len(list(tmp_path.glob('run-*')))}",
+        job,
+        strategy,
+        folder=tmp_path / f"run-{len(list(tmp_path.glob('run-*')))}",
         on_message=lambda message: said.append(message["text"]) if "text" in message else None,
-        checkpoint_every=0, **options,
-    )  # fmt: skip
+        checkpoint_every=0,
+        **options,
+    )
     return run, said
 
 
@@ -217,9 +229,9 @@ DECLARES_ELEMENTWISE = "from shoal.strategy import ModelFacts; FACTS = ModelFact
         ({"loss": '((output - batch["y"]) ** 2).mean()'}, "the loss is a mean, not a sum"),
         ({"count": "3"}, "the count is wrong"),
         ({"inside": "h = h - h.mean(0)"}, "the model couples samples"),
-        ({"loss": '(output @ output.T).logsumexp(1).sum()'}, "the loss couples samples"),
+        ({"loss": "(output @ output.T).logsumexp(1).sum()"}, "the loss couples samples"),
     ],
-)  # fmt: skip
+)
 def test_what_must_not_be_split_is_refused_by_name_before_the_first_step(
     changes: dict[str, str], why: str, write: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -303,9 +315,12 @@ def test_a_serial_loss_that_is_no_number_is_said_to_be_so(write: Callable[..., s
     said: list[str] = []
     with pytest.raises(Exception, match="the loss is nan"):
         train_job(
-            write(inside="h = h * float('nan')"), "dp(2)", folder=tmp_path / "run", checkpoint_every=0,
+            write(inside="h = h * float('nan')"),
+            "dp(2)",
+            folder=tmp_path / "run",
+            checkpoint_every=0,
             on_message=lambda message: said.append(message["text"]) if "text" in message else None,
-        )  # fmt: skip
+        )
     assert said[-1] == ("the strategy was not checked: the loss of step 1 is nan in a serial run in float64 already")
 
 
@@ -367,11 +382,15 @@ class Widening(nn.Linear):
     ("changes", "strategy", "sentence"),
     [
         (HIDDEN_STATE, "dp(2)", "A forward changes 0.seen, which is no buffer, so each replica keeps its own"),
-        (OUTSIDE, "dp(2, zero=3)", "dp(2, zero=3): the model reads the parameter blocks.0.down.bias outside of the "
-         "forward of the block that it belongs to, where zero=3 has not gathered it"),
+        (
+            OUTSIDE,
+            "dp(2, zero=3)",
+            "dp(2, zero=3): the model reads the parameter blocks.0.down.bias outside of the "
+            "forward of the block that it belongs to, where zero=3 has not gathered it",
+        ),
         (FOLLOWING, "dp(2, zero=3)", "the model reads the parameter blocks.0.down.bias outside of the forward"),
     ],
-)  # fmt: skip
+)
 def test_what_replicas_do_not_share_is_named(
     changes: dict[str, str], strategy: str, sentence: str, write: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -59,9 +59,14 @@ def job_of(model: Callable[[], nn.Module]) -> Job:
     x = torch.randn(24, LENGTH, WIDTH, generator=generator)
     y = torch.randint(0, WIDTH, (24, LENGTH), generator=generator)
     return Job(
-        name="later", model=model, train=TensorData(x=x, y=y), loss=cross_entropy, global_batch=8, steps=2,
+        name="later",
+        model=model,
+        train=TensorData(x=x, y=y),
+        loss=cross_entropy,
+        global_batch=8,
+        steps=2,
         optimizer=partial(torch.optim.SGD, lr=0.1),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,10 +89,14 @@ def test_code_that_begins_later_and_would_be_cut_otherwise_is_refused(
 @pytest.mark.parametrize(
     ("what", "strategy"),
     [
-        ("nothing", "tp(2) * cp(2)"), ("nothing", "pp(2, '1f1b', micro=2)"), ("features", "cp(2)"), ("mean", "tp(2)"),
-        ("skip", "tp(2)"), ("mean", "dp(2, zero=3)"),
+        ("nothing", "tp(2) * cp(2)"),
+        ("nothing", "pp(2, '1f1b', micro=2)"),
+        ("features", "cp(2)"),
+        ("mean", "tp(2)"),
+        ("skip", "tp(2)"),
+        ("mean", "dp(2, zero=3)"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_meet_the_cut_is_no_reason(what: str, strategy: str) -> None:
     require_same_layout_later(job_of(partial(Model, what)), parse(strategy))
 

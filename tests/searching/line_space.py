@@ -23,21 +23,38 @@ def space(trial):
         return nn.Sequential(nn.Linear(1, hidden), trial.module("between", between), nn.Linear(hidden, 1))
 
     return Job(
-        name="line", model=model, train=DATA, validation=DATA, loss=squared, global_batch=8, steps=16,
+        name="line",
+        model=model,
+        train=DATA,
+        validation=DATA,
+        loss=squared,
+        global_batch=8,
+        steps=16,
         optimizer=lambda groups: torch.optim.SGD(groups, lr=rate, momentum=momentum),
-    )  # fmt: skip
+    )
 
 
 def plain(trial):
     rate = trial.suggest_float("lr", 1e-3, 1.0, log=True)
     return Job(
-        name="line", model=lambda: nn.Linear(1, 1), train=DATA, validation=DATA, loss=squared, global_batch=8, steps=4,
+        name="line",
+        model=lambda: nn.Linear(1, 1),
+        train=DATA,
+        validation=DATA,
+        loss=squared,
+        global_batch=8,
+        steps=4,
         optimizer=lambda groups: torch.optim.SGD(groups, lr=rate),
-    )  # fmt: skip
+    )
 
 
 def nothing(trial):
     return Job(
-        name="line", model=lambda: nn.Linear(1, 1), train=DATA, loss=squared, global_batch=8, steps=4,
+        name="line",
+        model=lambda: nn.Linear(1, 1),
+        train=DATA,
+        loss=squared,
+        global_batch=8,
+        steps=4,
         optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
-    )  # fmt: skip
+    )

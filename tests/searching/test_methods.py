@@ -100,11 +100,15 @@ def test_evolution_draws_from_the_young_and_mutates_little():
 @pytest.mark.parametrize(
     "distribution",
     [
-        FloatDistribution(0.0, 1.0), FloatDistribution(1e-6, 1e-1, log=True), IntDistribution(4, 16, step=4),
-        IntDistribution(1, 1000, log=True), FloatDistribution(0.0, 1.0, step=0.25), CategoricalDistribution(("a", "b")),
+        FloatDistribution(0.0, 1.0),
+        FloatDistribution(1e-6, 1e-1, log=True),
+        IntDistribution(4, 16, step=4),
+        IntDistribution(1, 1000, log=True),
+        FloatDistribution(0.0, 1.0, step=0.25),
+        CategoricalDistribution(("a", "b")),
         FloatDistribution(2.0, 2.0),
     ],
-)  # fmt: skip
+)
 def test_neighbours_stay_inside(distribution):
     rng = np.random.default_rng(0)
     value = distribution.to_external_repr(distribution.to_internal_repr(getattr(distribution, "low", "a")))

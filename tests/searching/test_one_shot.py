@@ -33,9 +33,15 @@ def two_matrices(samples: int = 12) -> Job:
     data = TensorData(x=x, y=torch.randn(samples, 2, generator=draw, dtype=torch.float64))
     choices = {"a": lambda: nn.Linear(3, 2, bias=False).double(), "b": lambda: nn.Linear(3, 2, bias=False).double()}
     return Job(
-        name="two", model=lambda: MixedChoice("layer", choices), train=data, validation=data, loss=squared,
-        global_batch=4, steps=10, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
-    )  # fmt: skip
+        name="two",
+        model=lambda: MixedChoice("layer", choices),
+        train=data,
+        validation=data,
+        loss=squared,
+        global_batch=4,
+        steps=10,
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
+    )
 
 
 def test_one_half_gives_the_gradient_of_the_weights_and_the_other_that_of_the_shares():
@@ -84,10 +90,17 @@ def test_the_better_candidate_gains_the_larger_share():
     x = torch.linspace(-2, 2, 64)[:, None]
     data = TensorData(x=x, y=x.abs())
     choices = {"identity": nn.Identity, "relu": nn.ReLU, "tanh": nn.Tanh}
-    job = one_shot(Job(
-        name="abs", model=lambda: nn.Sequential(nn.Linear(1, 16), MixedChoice("between", choices), nn.Linear(16, 1)),
-        train=data, loss=squared, global_batch=16, steps=150, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.05),
-    ))  # fmt: skip
+    job = one_shot(
+        Job(
+            name="abs",
+            model=lambda: nn.Sequential(nn.Linear(1, 16), MixedChoice("between", choices), nn.Linear(16, 1)),
+            train=data,
+            loss=squared,
+            global_batch=16,
+            steps=150,
+            optimizer=lambda groups: torch.optim.SGD(groups, lr=0.05),
+        )
+    )
     torch.manual_seed(0)
     model, order, counter = job.model(), job.order(), 0
     optimizer = job.optimizer(param_groups(model, job.options))

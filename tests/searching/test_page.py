@@ -13,12 +13,24 @@ from shoal.searching.report import page, write_page
 
 def trial(number: int, value: float | None, **more: Any) -> dict[str, Any]:
     return {
-        "number": number, "trial": number, "state": "failed" if value is None else "finished", "value": value,
-        "params": {"lr": 10.0 ** -(number % 5), "kind": "<b>x</b>" if number % 2 else "y"}, "reason": None,
-        "job": f"mine.py:space?lr={number}", "step_s": 0.01 + number / 1000, "memory_bytes": 1e8, "seconds": 2.0,
-        "predicted": None, "shares": None, "folder": f"trials/{number:04d}", "reported": {}, "started": None,
-        "ended": None, **more,
-    }  # fmt: skip
+        "number": number,
+        "trial": number,
+        "state": "failed" if value is None else "finished",
+        "value": value,
+        "params": {"lr": 10.0 ** -(number % 5), "kind": "<b>x</b>" if number % 2 else "y"},
+        "reason": None,
+        "job": f"mine.py:space?lr={number}",
+        "step_s": 0.01 + number / 1000,
+        "memory_bytes": 1e8,
+        "seconds": 2.0,
+        "predicted": None,
+        "shares": None,
+        "folder": f"trials/{number:04d}",
+        "reported": {},
+        "started": None,
+        "ended": None,
+        **more,
+    }
 
 
 def results(method: str, trials: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -26,9 +38,14 @@ def results(method: str, trials: list[dict[str, Any]], **more: Any) -> dict[str,
     best = min((row for row in trials if row["value"] is not None), key=lambda row: row["value"], default=None)
     front = [row for row in trials if row["predicted"]][:2]
     return {
-        "options": options.to_json(), "trials": trials, "best": best, "front": front,
-        "importances": {"lr": 0.8, "kind": 0.2} if best else {}, "rejected": 3, "lost": 1,
-    }  # fmt: skip
+        "options": options.to_json(),
+        "trials": trials,
+        "best": best,
+        "front": front,
+        "importances": {"lr": 0.8, "kind": 0.2} if best else {},
+        "rejected": 3,
+        "lost": 1,
+    }
 
 
 def found(method: str) -> dict[str, Any]:
@@ -37,7 +54,7 @@ def found(method: str) -> dict[str, Any]:
         rows = [
             trial(n, 2.0 - n / 10, member=n % 6, round=n // 6, parent=None if n < 6 else n - 6, copied=n == 7)
             for n in numbers
-        ]  # fmt: skip
+        ]
         return results(method, rows)
     if method == "halving":
         return results(method, [trial(n, 1.0 + n, reported={"1": 3.0, "9": 2.0}) for n in numbers])
@@ -50,10 +67,12 @@ def found(method: str) -> dict[str, Any]:
 
 
 SHOWN = {
-    "tpe": ("history", "importances", "slice-lr", "slice-kind"), "pbt": ("history", "slice-lr"),
-    "halving": ("history", "rungs"), "darts": ("history", "shares-layer"),
+    "tpe": ("history", "importances", "slice-lr", "slice-kind"),
+    "pbt": ("history", "slice-lr"),
+    "halving": ("history", "rungs"),
+    "darts": ("history", "shares-layer"),
     "evolution": ("history", "front", "memory", "measured"),
-}  # fmt: skip
+}
 
 
 def test_the_page_needs_nothing_else_and_shows_names_as_text(tmp_path: Path) -> None:

@@ -103,9 +103,17 @@ def test_few_wide_trials_or_many_narrow_ones():
 @pytest.mark.timeout(300)
 def test_every_trained_model_is_predicted_to_fit(tmp_path):
     found = shoal.search(
-        SPACE, method="random", trials=4, devices=1, strategy="serial", cluster="dgx-a100", memory_limit="500 B",
-        steps=2, retrain=False, folder=tmp_path / "s",
-    )  # fmt: skip
+        SPACE,
+        method="random",
+        trials=4,
+        devices=1,
+        strategy="serial",
+        cluster="dgx-a100",
+        memory_limit="500 B",
+        steps=2,
+        retrain=False,
+        folder=tmp_path / "s",
+    )
     memory = [row["predicted"]["memory_bytes"] for row in found.trials]
     assert len(memory) == 4
     assert max(memory) <= 500

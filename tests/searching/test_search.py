@@ -124,8 +124,23 @@ def test_one_shot_search_trains_all_candidates_and_then_the_chosen(tmp_path):
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 def test_the_command_searches_and_resumes(tmp_path):
-    command = [sys.executable, "-m", "shoal", "search", SPACE, "-m", "pbt", "--rounds", "2", "-n", "2", "-s", "serial",
-               "--folder", str(tmp_path / "s")]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "search",
+        SPACE,
+        "-m",
+        "pbt",
+        "--rounds",
+        "2",
+        "-n",
+        "2",
+        "-s",
+        "serial",
+        "--folder",
+        str(tmp_path / "s"),
+    ]
     first = subprocess.run([*command, "--trials", "3"], capture_output=True, text=True, timeout=300)
     assert first.returncode == 0, first.stderr
     assert "6 finished of 6, by pbt" in first.stdout

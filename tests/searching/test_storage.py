@@ -62,9 +62,27 @@ def test_a_trial_without_a_heartbeat_is_queued_again_by_postgresql(postgresql):
 def test_two_machines_share_a_study_in_postgresql(postgresql, tmp_path):
     """As two hosts do: commands of their own, with folders of their own."""
     command = [
-        sys.executable, "-m", "shoal", "search", SPACE, "-m", "random", "--trials", "6", "-n", "1", "-s", "serial",
-        "--steps", "4", "--storage", postgresql, "--study", "shared", "--json",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "shoal",
+        "search",
+        SPACE,
+        "-m",
+        "random",
+        "--trials",
+        "6",
+        "-n",
+        "1",
+        "-s",
+        "serial",
+        "--steps",
+        "4",
+        "--storage",
+        postgresql,
+        "--study",
+        "shared",
+        "--json",
+    ]
     places = [tmp_path / "one", tmp_path / "two"]
     running = [
         subprocess.Popen([*command, "--folder", str(place)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -13,9 +13,7 @@ ROUNDS = range(12)
 def weights(graph: str, replicas: int, round: int, *, directed: bool) -> list[list[float]]:
     """What replica i takes of j, where each splits its model equally among itself and those it sends to."""
     sending = targets(graph, replicas, round=round, directed=directed)
-    return [
-        [(i == j or i in sending[j]) / (1 + len(sending[j])) for j in range(replicas)] for i in range(replicas)
-    ]  # fmt: skip
+    return [[(i == j or i in sending[j]) / (1 + len(sending[j])) for j in range(replicas)] for i in range(replicas)]
 
 
 def torus_or_any(graph: str, replicas: int) -> bool:
@@ -73,9 +71,7 @@ def test_two_colours_are_a_colouring_or_there_is_none(graph: str, replicas: int)
     if not torus_or_any(graph, replicas):
         pytest.skip("a prime number has no torus")
     joined = neighbours(graph, replicas)
-    colourings = (
-        [(number >> one) & 1 for one in range(replicas)] for number in range(1 << replicas)
-    )  # fmt: skip
+    colourings = ([(number >> one) & 1 for one in range(replicas)] for number in range(1 << replicas))
     fitting = [
         each for each in colourings if all(each[one] != each[other] for one in range(replicas) for other in joined[one])
     ]

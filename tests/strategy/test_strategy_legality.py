@@ -1,5 +1,4 @@
 """Every rule refuses what it should, passes what is next to it, and every alternative proposed is legal."""
-# ruff: noqa: E501  (tables read by rows)
 
 from __future__ import annotations
 
@@ -81,7 +80,12 @@ SAMPLES: dict[str, list[Sample]] = {
     "backups-leave-a-worker": [Sample("dp(2, sync=bsp(backup=2))", "dp(2, sync=bsp(backup=1))")],
     "backups-miss-batch-statistics": [
         Sample("dp(4, sync=bsp(backup=1))", "dp(4)", ModelFacts(batch_norm="sync"), ModelFacts(batch_norm="sync")),
-        Sample("dp(4, sync=bsp(backup=1))", "dp(4, sync=bsp(backup=1))", ModelFacts(batch_norm="sync"), ModelFacts(batch_norm="local")),
+        Sample(
+            "dp(4, sync=bsp(backup=1))",
+            "dp(4, sync=bsp(backup=1))",
+            ModelFacts(batch_norm="sync"),
+            ModelFacts(batch_norm="local"),
+        ),
     ],
     "softsync-waits-for-one": [Sample("dp(4, sync=softsync(5))", "dp(4, sync=softsync(4))")],
     "a-torus-has-two-sides": [Sample('dp(7, sync=gossip("torus"))', 'dp(8, sync=gossip("torus"))')],
@@ -114,7 +118,9 @@ SAMPLES: dict[str, list[Sample]] = {
     "hogwild-writes-shared-memory": [Sample("dp(4, sync=hogwild(), via=ps(1))", "dp(4, sync=hogwild())")],
     "shared-memory-holds-one-model": [Sample("dp(4, sync=local(4), via=shared())", "dp(4, sync=asp(), via=shared())")],
     "shared-memory-is-innermost": [Sample("dp(4, sync=hogwild()) * tp(2)", "tp(2) * dp(4, sync=hogwild())")],
-    "shared-memory-sends-nothing": [Sample("dp(4, via=shared(), compress=fp16())", "dp(4, via=ps(1), compress=fp16())")],
+    "shared-memory-sends-nothing": [
+        Sample("dp(4, via=shared(), compress=fp16())", "dp(4, via=ps(1), compress=fp16())")
+    ],
     "sparse-collectives-replace-allreduce": [
         Sample("dp(4, via=ps(1), compress=gtopk(0.01))", "dp(4, via=ps(1), compress=topk(0.01))"),
         Sample('dp(4, sync=gossip("ring"), compress=gtopk(0.01))', "dp(4, compress=gtopk(0.01))"),
@@ -124,7 +130,9 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample("dp(4, compress=hitopk(0.01))", 'dp(4, via=allreduce("hierarchical"), compress=hitopk(0.01))'),
     ],
     "compression-acts-once-a-step": [
-        Sample("dp(4, zero=2, compress=topk(0.1)) * accumulate(2)", "dp(4, zero=1, compress=topk(0.1)) * accumulate(2)"),
+        Sample(
+            "dp(4, zero=2, compress=topk(0.1)) * accumulate(2)", "dp(4, zero=1, compress=topk(0.1)) * accumulate(2)"
+        ),
         Sample("pp(2) * dp(4, zero=3, compress=int8())", "dp(4, zero=3, compress=int8())"),
     ],
     "gossip-sends-to-neighbours": [Sample('dp(4, sync=gossip("ring"), via=ps(1))', 'dp(4, sync=gossip("ring"))')],
@@ -161,7 +169,12 @@ SAMPLES: dict[str, list[Sample]] = {
     ],
     "stages-hold-layers": [
         Sample("pp(16)", "pp(8)", GPT, GPT),
-        Sample('pp(4, "interleaved", chunks=4)', 'pp(4, "interleaved", chunks=3)', ModelFacts(layers=12), ModelFacts(layers=12)),
+        Sample(
+            'pp(4, "interleaved", chunks=4)',
+            'pp(4, "interleaved", chunks=3)',
+            ModelFacts(layers=12),
+            ModelFacts(layers=12),
+        ),
     ],
     "tp-needs-projections": [Sample("tp(2)", "dp(2)", ModelFacts(tensor_parts=()), ModelFacts(tensor_parts=()))],
     "tp-divides-regions": [
@@ -169,13 +182,17 @@ SAMPLES: dict[str, list[Sample]] = {
     ],
     "tp-sequence-needs-tokens": [
         Sample(
-            "tp(2, sequence=True)", "tp(2)", ModelFacts(sequence_why="it sums over tokens"),
+            "tp(2, sequence=True)",
+            "tp(2)",
+            ModelFacts(sequence_why="it sums over tokens"),
             ModelFacts(sequence_why="it sums over tokens"),
         ),
     ],
     "tp-sequence-lies-within-context": [
         Sample(
-            "cp(2) * tp(2, sequence=True)", "cp(2) * tp(2)", ModelFacts(sequence_under_cp_why="tp begins before cp"),
+            "cp(2) * tp(2, sequence=True)",
+            "cp(2) * tp(2)",
+            ModelFacts(sequence_under_cp_why="tp begins before cp"),
             ModelFacts(sequence_under_cp_why="tp begins before cp"),
         ),
     ],
@@ -200,7 +217,9 @@ SAMPLES: dict[str, list[Sample]] = {
     ],
     "cp-in-stages-needs-blocks": [
         Sample(
-            "pp(2) * cp(2)", "cp(4)", ModelFacts(context_in_stages_why="the model adds to the sequence itself"),
+            "pp(2) * cp(2)",
+            "cp(4)",
+            ModelFacts(context_in_stages_why="the model adds to the sequence itself"),
             ModelFacts(context_in_stages_why="the model adds to the sequence itself"),
         ),
     ],
@@ -210,7 +229,12 @@ SAMPLES: dict[str, list[Sample]] = {
     "tp-divides-channels": [Sample("tp(128)", "tp(64)", VGG, VGG)],
     "tp-sequence-divides-tokens": [
         Sample("tp(3, sequence=True)", "tp(3)", ModelFacts(sequence=512), ModelFacts(sequence=512)),
-        Sample("cp(4) * tp(4, sequence=True)", "cp(4) * tp(2, sequence=True)", ModelFacts(sequence=8), ModelFacts(sequence=8)),
+        Sample(
+            "cp(4) * tp(4, sequence=True)",
+            "cp(4) * tp(2, sequence=True)",
+            ModelFacts(sequence=8),
+            ModelFacts(sequence=8),
+        ),
     ],
     "cp-divides-tokens": [
         Sample("cp(3)", "cp(4)", GPT, GPT),
@@ -255,14 +279,18 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample("dp(2, sync=local(4))", "dp(2)", ModelFacts(loss_over="batch"), ModelFacts(loss_over="batch")),
     ],
     "micro-batch-loss-keeps-parts-separate": [
-        Sample("dp(2)", "dp(2)", ModelFacts(loss_over="micro-batch", batch_norm="sync"),
-               ModelFacts(loss_over="micro-batch", batch_norm="local")),
+        Sample(
+            "dp(2)",
+            "dp(2)",
+            ModelFacts(loss_over="micro-batch", batch_norm="sync"),
+            ModelFacts(loss_over="micro-batch", batch_norm="local"),
+        ),
     ],
     "ranks-match-the-world": [
         Sample("dp(8)", "dp(4)", world=4),
         Sample("dp(4, via=ps(1))", "dp(3, via=ps(1))", world=4),
     ],
-}  # fmt: skip
+}
 
 ALL = [
     pytest.param(rule, sample, id=f"{rule}-{at}") for rule, rows in SAMPLES.items() for at, sample in enumerate(rows)

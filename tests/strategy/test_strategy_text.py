@@ -300,10 +300,12 @@ def test_nothing_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("dp(2, compress=zzz(0.1))", "there is no term zzz; compress takes one of none, chunktopk, demo"),
-     ("dp(2, sync=zzz)", "there is no term zzz; sync takes one of bsp"),
-     ("zzz(2)", "there is no term zzz; the axes are dp")],
-)  # fmt: skip
+    [
+        ("dp(2, compress=zzz(0.1))", "there is no term zzz; compress takes one of none, chunktopk, demo"),
+        ("dp(2, sync=zzz)", "there is no term zzz; sync takes one of bsp"),
+        ("zzz(2)", "there is no term zzz; the axes are dp"),
+    ],
+)
 def test_a_misspelt_term_is_answered_with_the_names_of_its_own_family(text: str, said: str) -> None:
     with pytest.raises(StrategyError, match=re.escape(said)):
         parse(text)

@@ -39,6 +39,12 @@ class Nothing(nn.Module):
 
 
 job = Job(
-    name="slow", model=Nothing, train=Slow(), loss=lambda output, batch: (output.sum(), len(output)), seed=SEED,
-    optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), global_batch=BATCH, steps=10,
-)  # fmt: skip
+    name="slow",
+    model=Nothing,
+    train=Slow(),
+    loss=lambda output, batch: (output.sum(), len(output)),
+    seed=SEED,
+    optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
+    global_batch=BATCH,
+    steps=10,
+)

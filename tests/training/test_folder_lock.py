@@ -78,8 +78,23 @@ def test_a_run_in_a_folder_that_another_holds_is_refused_before_it_starts(
 
 def begin(folder: Path, *words: str) -> subprocess.Popen[str]:
     """A run in a process of its own, which has written checkpoints."""
-    command = [sys.executable, "-m", "shoal", "train", "language:tiny", "--strategy", "dp(2)", "--folder", str(folder),
-               "--steps", str(STEPS), "--checkpoint-every", "1", "--no-gate", *words]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "train",
+        "language:tiny",
+        "--strategy",
+        "dp(2)",
+        "--folder",
+        str(folder),
+        "--steps",
+        str(STEPS),
+        "--checkpoint-every",
+        "1",
+        "--no-gate",
+        *words,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     give_up = time.monotonic() + 60
     while not (folder / "checkpoints" / "step-00000003").exists():
@@ -108,9 +123,13 @@ def test_a_second_run_is_refused_and_after_a_kill_a_resume_ends_bit_identical(
             patched.setattr(lock, "WAIT_S", 0.6)
             with pytest.raises(CannotTrain, match=f"the folder {folder} is in use by another run .process {first.pid}"):
                 train_job(
-                    "language:tiny", "dp(2)", folder=folder, resume=str(folder),
-                    on_message=lambda message: said.append(message.get("text", "")), **options,
-                )  # fmt: skip
+                    "language:tiny",
+                    "dp(2)",
+                    folder=folder,
+                    resume=str(folder),
+                    on_message=lambda message: said.append(message.get("text", "")),
+                    **options,
+                )
         assert any(text.startswith(f"waiting for {folder}") for text in said)
     finally:
         first.kill()

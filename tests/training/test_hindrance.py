@@ -16,19 +16,27 @@ from shoal.training.resumed import CannotTrain
 def test_words_are_read() -> None:
     text = "rank 2: 3x; random 10%: 5x ;all: 20 ms; rank 0: 1.5 s"
     assert read_slow_ranks(text, world=4) == (
-        SlowRanks(rank=2, factor=3), SlowRanks(chance=0.1, factor=5), SlowRanks(added_s=0.02),
+        SlowRanks(rank=2, factor=3),
+        SlowRanks(chance=0.1, factor=5),
+        SlowRanks(added_s=0.02),
         SlowRanks(rank=0, added_s=1.5),
-    )  # fmt: skip
+    )
     assert read_killed_ranks("rank 3 at step 40", world=4) == (KilledRank(rank=3, step=40),)
     assert read_slow_ranks(None, world=1) == read_killed_ranks("", world=1) == ()
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("rank 4: 3x", "ranks 0 to 3"), ("rank 1: 0.5x", "at least 1x"), ("random 0%: 2x", "above 0%"),
-     ("random 101%: 2x", "up to 100%"), ("rank 1", "expected who and how much"), ("all: much", "expected who"),
-     ("all: 1.2.3 ms", "is no number")],
-)  # fmt: skip
+    [
+        ("rank 4: 3x", "ranks 0 to 3"),
+        ("rank 1: 0.5x", "at least 1x"),
+        ("random 0%: 2x", "above 0%"),
+        ("random 101%: 2x", "up to 100%"),
+        ("rank 1", "expected who and how much"),
+        ("all: much", "expected who"),
+        ("all: 1.2.3 ms", "is no number"),
+    ],
+)
 def test_slow_ranks_that_cannot_be_meant_are_refused(text: str, said: str) -> None:
     with pytest.raises(BadHindrance, match=said):
         read_slow_ranks(text, world=4)

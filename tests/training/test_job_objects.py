@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-NOTEBOOK = '''
+NOTEBOOK = """
 import sys, threading, torch
 from torch import nn
 import shoal
@@ -49,15 +49,20 @@ for mine, other in zip(model.parameters(), plain.parameters()):
 again = shoal.train(job, "tp(2)", folder=sys.argv[1] + "-tp")
 assert abs(again.losses[-1] - run.losses[-1]) < 1e-5
 print("equal")
-'''
+"""
 
 
 @pytest.mark.processes
 def test_a_job_object_trains_as_plain_pytorch_does_and_gives_its_model(tmp_path) -> None:
     done = subprocess.run(
-        [sys.executable, "-", str(tmp_path / "run")], input=NOTEBOOK, capture_output=True, text=True, timeout=110,
-        check=False, cwd=tmp_path,
-    )  # fmt: skip
+        [sys.executable, "-", str(tmp_path / "run")],
+        input=NOTEBOOK,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("equal")
 

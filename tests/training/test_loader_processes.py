@@ -44,9 +44,13 @@ class Several:
             os.kill(os.getpid(), signal.SIGKILL)
         x = torch.arange(64.0)[torch.as_tensor(indices)]
         return {
-            "x": x, "half": x[:, None].bfloat16() * torch.ones(3), "even": x % 2 == 0, "none": torch.ones(len(x), 0),
-            "turned": (x[:, None] * torch.arange(6.0)).reshape(-1, 2, 3).mT, "complex": x * 1j,
-        }  # fmt: skip
+            "x": x,
+            "half": x[:, None].bfloat16() * torch.ones(3),
+            "even": x % 2 == 0,
+            "none": torch.ones(len(x), 0),
+            "turned": (x[:, None] * torch.arange(6.0)).reshape(-1, 2, 3).mT,
+            "complex": x * 1j,
+        }
 
 
 def alive(pid: int) -> bool:
@@ -131,19 +135,28 @@ def test_a_reading_process_does_not_delay_the_end() -> None:
 
 def test_losses_are_the_same_to_the_bit(tmp_path: Path) -> None:
     runs = [
-        shoal.train("language:tiny", "dp(2) * accumulate(2)", steps=4, folder=tmp_path / str(loaders),
-                    loader_processes=loaders, gate=False, checkpoint_every=0)
+        shoal.train(
+            "language:tiny",
+            "dp(2) * accumulate(2)",
+            steps=4,
+            folder=tmp_path / str(loaders),
+            loader_processes=loaders,
+            gate=False,
+            checkpoint_every=0,
+        )
         for loaders in (0, 2)
-    ]  # fmt: skip
+    ]
     assert runs[0].losses == runs[1].losses
 
 
 def test_resumed_in_mid_epoch_with_other_loaders_and_ranks_the_order_is_the_same(tmp_path: Path) -> None:
     """An epoch has 40 samples, a batch 12: the stop after 5 steps is in the middle of the second epoch."""
-    first = shoal.train(JOB, "dp(2)", steps=5, folder=tmp_path / "run", gate=False, checkpoint_every=5, prefetch=3,
-                        loader_processes=2)  # fmt: skip
-    resumed = shoal.train(JOB, "dp(3)", steps=10, resume=str(tmp_path / "run"), gate=False, prefetch=2,
-                          loader_processes=3)  # fmt: skip
+    first = shoal.train(
+        JOB, "dp(2)", steps=5, folder=tmp_path / "run", gate=False, checkpoint_every=5, prefetch=3, loader_processes=2
+    )
+    resumed = shoal.train(
+        JOB, "dp(3)", steps=10, resume=str(tmp_path / "run"), gate=False, prefetch=2, loader_processes=3
+    )
     losses = [*first.losses, *resumed.losses[-5:]]
     order, counter, wanted = Order(SEED, SAMPLES, BATCH), 0, []
     for _ in range(10):
@@ -156,8 +169,9 @@ def test_resumed_in_mid_epoch_with_other_loaders_and_ranks_the_order_is_the_same
 def test_waiting_for_data_is_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes that take 0.4 s for a batch leave 0.2 s a step, in which next to nothing is computed."""
     monkeypatch.setenv("SLOW_JOB_S", "0.4")
-    run = shoal.train(JOB, "serial", steps=12, folder=tmp_path / "run", gate=False, checkpoint_every=0,
-                      loader_processes=2)  # fmt: skip
+    run = shoal.train(
+        JOB, "serial", steps=12, folder=tmp_path / "run", gate=False, checkpoint_every=0, loader_processes=2
+    )
     [rank] = run.summary["ranks"]
     assert 0.1 < rank["data_s"] < 0.4
     assert rank["data_s"] > 0.5 * rank["wall_s"]
@@ -167,9 +181,21 @@ def test_no_loader_outlives_a_killed_rank(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.mkdir()
     command = [
-        sys.executable, "-m", "shoal", "train", JOB, "--strategy", "dp(2)", "--steps", "2000", "--folder",
-        str(tmp_path / "run"), "--loader-processes", "2", "--no-gate",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "shoal",
+        "train",
+        JOB,
+        "--strategy",
+        "dp(2)",
+        "--steps",
+        "2000",
+        "--folder",
+        str(tmp_path / "run"),
+        "--loader-processes",
+        "2",
+        "--no-gate",
+    ]
     environment = {**os.environ, "SLOW_JOB_S": "0.05", "SLOW_JOB_LOG": str(log)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 

@@ -97,10 +97,18 @@ def test_data_that_draws_from_global_generators_is_refused(draw: Any) -> None:
 @pytest.mark.processes
 def test_losses_are_the_same_to_the_bit(tmp_path: Path) -> None:
     runs = [
-        shoal.train("language:tiny", "dp(2) * accumulate(2)", steps=4, folder=tmp_path / str(ahead), prefetch=ahead,
-                    loader_threads=2, gate=False, checkpoint_every=0)
+        shoal.train(
+            "language:tiny",
+            "dp(2) * accumulate(2)",
+            steps=4,
+            folder=tmp_path / str(ahead),
+            prefetch=ahead,
+            loader_threads=2,
+            gate=False,
+            checkpoint_every=0,
+        )
         for ahead in (0, 3)
-    ]  # fmt: skip
+    ]
     assert runs[0].losses == runs[1].losses
     with pytest.raises(ValueError, match="at least 1 thread must read"):
         shoal.train("language:tiny", "dp(2)", folder=tmp_path / "x", loader_threads=0)

@@ -114,9 +114,17 @@ def test_numbers_that_json_lacks_become_null_everywhere(tmp_path: Path) -> None:
     record.metrics(1, {"loss": math.nan, "perplexity": math.inf})
     record.close("failed", {"reason": "step 2: the loss is nan 🐟", "loss": math.nan})
     assert lines(tmp_path / "steps.jsonl") == [
-        {"step": 1, "loss": None, "step_s": 0.1, "samples_per_s": 10.0, "memory_bytes": 101,
-         "grad_norm": None, "lr": 0.5, "count": 3}
-    ]  # fmt: skip
+        {
+            "step": 1,
+            "loss": None,
+            "step_s": 0.1,
+            "samples_per_s": 10.0,
+            "memory_bytes": 101,
+            "grad_norm": None,
+            "lr": 0.5,
+            "count": 3,
+        }
+    ]
     assert lines(tmp_path / "validation.jsonl") == [{"step": 1, "metrics": {"loss": None, "perplexity": None}}]
     facts = strict(tmp_path / "run.json")
     assert facts["arguments"] == {"path": "a/b", "limit": None, "größe": {"1": [2, None]}}

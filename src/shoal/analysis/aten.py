@@ -116,10 +116,17 @@ def _convolution(reader: TraceReader, op: Op) -> Operator | None:
     if transposed:
         image = reader.value(op.outputs[0]).shape
     plain = Convolution(
-        samples=image[0], in_channels=image[1], out_channels=weight[0], image=image[2:], kernel=kernel,
-        stride=_sides(stride, kernel), padding=_sides(padding, kernel), dilation=_sides(dilation, kernel),
-        groups=int(groups), bias=len(tensors) > 2,
-    )  # fmt: skip
+        samples=image[0],
+        in_channels=image[1],
+        out_channels=weight[0],
+        image=image[2:],
+        kernel=kernel,
+        stride=_sides(stride, kernel),
+        padding=_sides(padding, kernel),
+        dilation=_sides(dilation, kernel),
+        groups=int(groups),
+        bias=len(tensors) > 2,
+    )
     return TransposedConvolution(back_through=plain, bias=plain.bias) if transposed else plain
 
 

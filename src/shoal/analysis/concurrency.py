@@ -33,19 +33,24 @@ def concurrency(network: Network) -> list[Concurrency]:
     """Every axis, also those that have nothing to cut."""
     return [
         Concurrency(
-            axis="dp", title="data", degree=network.batch, work_share=1.0,
+            axis="dp",
+            title="data",
+            degree=network.batch,
+            work_share=1.0,
             words=_plural(network.batch, "sample") + " in the batch",
         ),
-        _pipeline(network), _tensor(network), _context(network), _expert(network), _spatial(network),
-    ]  # fmt: skip
+        _pipeline(network),
+        _tensor(network),
+        _context(network),
+        _expert(network),
+        _spatial(network),
+    ]
 
 
 def _pipeline(network: Network) -> Concurrency:
     learning = [
-        name
-        for name, numbers in network.blocks()
-        if any(network.layers[number].operator.learns for number in numbers)
-    ]  # fmt: skip
+        name for name, numbers in network.blocks() if any(network.layers[number].operator.learns for number in numbers)
+    ]
     words = (
         f"{_plural(len(learning), 'part')} with weights in series; they work at once on different micro-batches only"
     )
@@ -74,8 +79,12 @@ def _tensor(network: Network) -> Concurrency:
     )
     degree = heads or max(widest, channels, 1)
     return Concurrency(
-        axis="tp", title="tensor", degree=degree, work_share=share, words=", ".join(words) or "no matrices",
-    )  # fmt: skip
+        axis="tp",
+        title="tensor",
+        degree=degree,
+        work_share=share,
+        words=", ".join(words) or "no matrices",
+    )
 
 
 def _context(network: Network) -> Concurrency:
@@ -101,9 +110,12 @@ def _expert(network: Network) -> Concurrency:
     if most < 2:
         return Concurrency(axis="ep", title="expert", degree=1, work_share=0.0, words="no experts")
     return Concurrency(
-        axis="ep", title="expert", degree=most, work_share=_share(network, lambda layer: layer.experts > 0),
+        axis="ep",
+        title="expert",
+        degree=most,
+        work_share=_share(network, lambda layer: layer.experts > 0),
         words=f"{most} experts in a layer",
-    )  # fmt: skip
+    )
 
 
 def _spatial(network: Network) -> Concurrency:

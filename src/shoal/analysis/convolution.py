@@ -77,9 +77,11 @@ class Convolution(Operator):
     def sides(self) -> Sides:
         """Every place of the output by every number of a window."""
         return Sides(
-            count=self.groups, rows=self.samples * prod(self.output), columns=self.out_channels // self.groups,
+            count=self.groups,
+            rows=self.samples * prod(self.output),
+            columns=self.out_channels // self.groups,
             inner=self.group_channels * prod(self.kernel),
-        )  # fmt: skip
+        )
 
     @property
     def _elements(self) -> tuple[int, int]:

@@ -44,10 +44,15 @@ def module_network(module: nn.Module, *inputs: torch.Tensor) -> Network:
     """
     names = tuple(f"input{number}" for number in range(len(inputs)))
     job = Job(
-        name=type(module).__name__, model=lambda: deepcopy(module), inputs=names,
-        train=TensorData(**dict(zip(names, inputs, strict=True))), loss=lambda output, batch: (_first(output).sum(), 1),
-        optimizer=partial(torch.optim.SGD, lr=0.0), global_batch=len(inputs[0]), steps=1,
-    )  # fmt: skip
+        name=type(module).__name__,
+        model=lambda: deepcopy(module),
+        inputs=names,
+        train=TensorData(**dict(zip(names, inputs, strict=True))),
+        loss=lambda output, batch: (_first(output).sum(), 1),
+        optimizer=partial(torch.optim.SGD, lr=0.0),
+        global_batch=len(inputs[0]),
+        steps=1,
+    )
     recorded = trace(job, samples=len(inputs[0]))
     return network_of_trace(replace(recorded, ops=recorded.ops[: recorded.model_stop]), name=job.name)
 
@@ -114,10 +119,15 @@ class _Walk:
     def _attend(self, call: AttentionCall) -> None:
         query, key, value = (self.value(number).shape for number in (call.query, call.key, call.value))
         operator = AttentionProduct(
-            samples=prod(query[:-3]), heads=query[-3] if len(query) > 2 else 1,
-            kv_heads=key[-3] if len(key) > 2 else 1, queries=query[-2], keys=key[-2], head_dim=query[-1],
-            value_dim=value[-1], causal=call.causal,
-        )  # fmt: skip
+            samples=prod(query[:-3]),
+            heads=query[-3] if len(query) > 2 else 1,
+            kv_heads=key[-3] if len(key) > 2 else 1,
+            queries=query[-2],
+            keys=key[-2],
+            head_dim=query[-1],
+            value_dim=value[-1],
+            causal=call.causal,
+        )
         makers = self._makers((call.query, call.key, call.value))
         self._add(call.module, operator, makers, (call.output,), called="attention")
 
@@ -144,9 +154,15 @@ class _Walk:
         return tuple(dict.fromkeys(layer for number in numbers for layer in self.made_by.get(number, ())))
 
     def _add(
-        self, module: str, operator: Operator, makers: tuple[int, ...], outputs: tuple[int, ...], *, block: str = "",
+        self,
+        module: str,
+        operator: Operator,
+        makers: tuple[int, ...],
+        outputs: tuple[int, ...],
+        *,
+        block: str = "",
         called: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         piece = next((path for path in self.pieces if module == path or module.startswith(f"{path}.")), "")
         # What runs between two pieces (a residual, an activation) belongs to the one before it.
         self.builder.block = block or piece or self.builder.block or (self.pieces[0] if self.pieces else "model")

@@ -92,9 +92,7 @@ def analyze(
         from shoal.operators.layers import measured_convolutions
 
         found["measured"] = measured_convolutions(network, progress=progress)
-    return NetworkReport(
-        network=found["network"], parameters=found["parameters"], batch=found["batch"], report=found
-    )
+    return NetworkReport(network=found["network"], parameters=found["parameters"], batch=found["batch"], report=found)
 
 
 def _require_job(text: str) -> None:

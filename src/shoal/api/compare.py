@@ -60,11 +60,18 @@ class Comparison(PrintedTable):
                 continue
             seconds = "-" if row["time_to_target_s"] is None else f"{row['time_to_target_s']:.3g} s"
             final = "-" if row["final"] is None else f"{row['final']:.4g}"
-            rows.append([
-                row["job"], row["name"], str(row["ranks"]), seconds,
-                f"{1000 * row['step_s']:.3g} ± {1000 * row['step_spread_s']:.2g} ms",
-                f"{row['memory_bytes'] / 1e6:.3g} MB", final, row["verdict"],
-            ])  # fmt: skip
+            rows.append(
+                [
+                    row["job"],
+                    row["name"],
+                    str(row["ranks"]),
+                    seconds,
+                    f"{1000 * row['step_s']:.3g} ± {1000 * row['step_spread_s']:.2g} ms",
+                    f"{row['memory_bytes'] / 1e6:.3g} MB",
+                    final,
+                    row["verdict"],
+                ]
+            )
         head = ["job", "contestant", "ranks", "to target", "step", "memory a rank", "final", "verdict"]
         return f"report: {self.page}", head, rows
 
@@ -118,11 +125,17 @@ def compare(
         contestants, ranks, per_rank = contestants or survey.CONTESTANTS, sorted({*survey.RANKS, *ranks}), True
     names, objects = _named(jobs or (("language:tiny", "image:tiny") if quick else ("language", "image")))
     question = Protocol(
-        jobs=names, contestants=tuple(str(each) for each in contestants) or (QUICK if quick else DEFAULT),
-        ranks=tuple(sorted(set(ranks))), seeds=seeds or (2 if quick else 3),
-        steps=steps or (QUICK_STEPS if quick else None), batch=batch, per_rank=per_rank,
-        evaluate_every=evaluate_every or (QUICK_EVALUATE if quick else None), emulate=emulate, preset=preset,
-    )  # fmt: skip
+        jobs=names,
+        contestants=tuple(str(each) for each in contestants) or (QUICK if quick else DEFAULT),
+        ranks=tuple(sorted(set(ranks))),
+        seeds=seeds or (2 if quick else 3),
+        steps=steps or (QUICK_STEPS if quick else None),
+        batch=batch,
+        per_rank=per_rank,
+        evaluate_every=evaluate_every or (QUICK_EVALUATE if quick else None),
+        emulate=emulate,
+        preset=preset,
+    )
     where = Path(folder) if folder is not None else Path("runs") / f"compare-{time.strftime('%Y-%m-%d-%H%M%S')}"
     with _forks(objects):
         protocol.compare(question, where, listen=progress, minutes=minutes)
@@ -158,9 +171,11 @@ def command(question: Protocol, folder: Path) -> str:
     words = ["shoal", "compare", *question.jobs, "--with", *question.contestants]
     words += ["--ranks", ",".join(map(str, question.ranks)), "--seeds", str(question.seeds)]
     for option, value in (
-        ("--steps", question.steps), ("--batch", question.batch), ("--evaluate-every", question.evaluate_every),
+        ("--steps", question.steps),
+        ("--batch", question.batch),
+        ("--evaluate-every", question.evaluate_every),
         ("--emulate", question.emulate),
-    ):  # fmt: skip
+    ):
         if value is not None:
             words += [option, str(value)]
     words += ["--per-rank"] if question.per_rank and not question.preset else []
@@ -211,13 +226,18 @@ class Runs(PrintedTable):
         head = ["run", "job", "strategy", "ranks", "status", "steps", "step", "loss", "memory"]
         rows = [
             [
-                row["folder"], row["job"], row["strategy"], str(row["ranks"]), row["status"], str(row["steps"]),
+                row["folder"],
+                row["job"],
+                row["strategy"],
+                str(row["ranks"]),
+                row["status"],
+                str(row["steps"]),
                 "-" if row["step_s"] is None else f"{1000 * row['step_s']:.3g} ms",
                 "-" if row["loss"] is None else f"{row['loss']:.4g}",
                 "-" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 1e6:.4g} MB",
             ]
             for row in self.rows
-        ]  # fmt: skip
+        ]
         return f"{len(rows)} runs in {self.folder}", head, rows
 
 

@@ -63,9 +63,7 @@ class Diagnosis:
 
 
 @checked_keywords
-def doctor(
-    *, test: bool = True, seconds: float = 60.0, progress: Callable[[str], None] = log_progress
-) -> Diagnosis:
+def doctor(*, test: bool = True, seconds: float = 60.0, progress: Callable[[str], None] = log_progress) -> Diagnosis:
     """Looks at this machine, and proves every axis that its devices or cores allow.
 
     Args:
@@ -110,11 +108,21 @@ def _try(axis: str, job: str, strategy: str) -> Tried:
     except Exception as error:  # Whatever it is belongs into the report.
         text = getattr(error, "traceback_text", "") or f"{type(error).__name__}: {error}"
         return Tried(axis=axis, strategy=strategy, result="FAILED", failure=text, seconds=time.monotonic() - began)
-    failure = "" if certificate.passed else "\n".join([
-        f"largest difference {certificate.max_rel_diff:.2e} at {certificate.worst}", *certificate.ledger_differences[:6]
-    ])  # fmt: skip
+    failure = (
+        ""
+        if certificate.passed
+        else "\n".join(
+            [
+                f"largest difference {certificate.max_rel_diff:.2e} at {certificate.worst}",
+                *certificate.ledger_differences[:6],
+            ]
+        )
+    )
     return Tried(
-        axis=axis + (", experts" if job == EXPERTS and axis != "ep" else ""), strategy=strategy,
-        result="passed" if certificate.passed else "FAILED", difference=certificate.max_rel_diff, failure=failure,
+        axis=axis + (", experts" if job == EXPERTS and axis != "ep" else ""),
+        strategy=strategy,
+        result="passed" if certificate.passed else "FAILED",
+        difference=certificate.max_rel_diff,
+        failure=failure,
         seconds=time.monotonic() - began,
-    )  # fmt: skip
+    )

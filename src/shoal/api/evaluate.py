@@ -52,8 +52,10 @@ class JointEvaluation(PrintedTable):
     def _table(self) -> tuple[str, list[str], list[list[str]]]:
         names = list(self.together)
         rows = [[f"model {number}", *(f"{row[name]:.6g}" for name in names)] for number, row in enumerate(self.alone)]
-        rows += [[what, *(f"{row[name]:.6g}" for name in names)]
-                 for what, row in (("mean of models", self.mean_alone), ("together", self.together))]  # fmt: skip
+        rows += [
+            [what, *(f"{row[name]:.6g}" for name in names)]
+            for what, row in (("mean of models", self.mean_alone), ("together", self.together))
+        ]
         return f"{len(self.alone)} models, together by the {self.combined}", ["", *names], rows
 
 

@@ -114,9 +114,13 @@ def explain(
 
 
 def _explain_job(
-    what: str | Job, *, strategy: str | Strategy | Term | None, size: str | None, ranks: int | None,
+    what: str | Job,
+    *,
+    strategy: str | Strategy | Term | None,
+    size: str | None,
+    ranks: int | None,
     progress: Callable[[str], None],
-) -> Explanation:  # fmt: skip
+) -> Explanation:
     from shoal.api.known import require_known
 
     chosen = None if strategy is None else strategy_of(strategy)

@@ -92,21 +92,38 @@ def explain_run(
     ranks = list(run.summary.get("ranks") or ())
     probed, note = probe(run) if measure and other is None and run.status != "failed" else (None, "")
     found = causes(
-        run.strategy, ranks, ledger=run.ledger, arguments=run.arguments, environment=run.environment, probed=probed,
+        run.strategy,
+        ranks,
+        ledger=run.ledger,
+        arguments=run.arguments,
+        environment=run.environment,
+        probed=probed,
         memory_bytes=run.summary.get("memory_bytes"),
-    )  # fmt: skip
+    )
     failed = why_failed(run, measure_fitting) if measure else why_failed(run)
     explained = RunExplanation(
-        folder=run.folder, job=run.job, strategy=run.strategy, status=run.status, reason=run.reason,
-        advice="\n".join(failed), step_s=run.step_s, causes=tuple(found), ranks=tuple(ranks), note=note,
-    )  # fmt: skip
+        folder=run.folder,
+        job=run.job,
+        strategy=run.strategy,
+        status=run.status,
+        reason=run.reason,
+        advice="\n".join(failed),
+        step_s=run.step_s,
+        causes=tuple(found),
+        ranks=tuple(ranks),
+        note=note,
+    )
     if other is None:
         return explained
     parts, changed = differences(ranks, list(other.summary.get("ranks") or ())), settings(run, other)
     return replace(
-        explained, compared_with=str(other.folder), losses=parting(run, other), settings=tuple(changed),
-        differences=tuple(parts), why=in_words(parts, changed, run.step_s or 0.0),
-    )  # fmt: skip
+        explained,
+        compared_with=str(other.folder),
+        losses=parting(run, other),
+        settings=tuple(changed),
+        differences=tuple(parts),
+        why=in_words(parts, changed, run.step_s or 0.0),
+    )
 
 
 def first_cause(outcome: dict[str, Any]) -> str | None:

@@ -86,15 +86,20 @@ def learn_profile(
     except OSError as error:
         raise BadRows(f"--output {str(path)!r}: {error.strerror or error}; name a file that can be written") from None
     return LearnedProfile(
-        file=path, start=begun.name, rows=len(measured), median_error_before=before, median_error=after,
+        file=path,
+        start=begun.name,
+        rows=len(measured),
+        median_error_before=before,
+        median_error=after,
         refused=[{"row": number + 1, "reason": reason} for number, reason in read.refused],
         moved=_moved(begun, learned),
-    )  # fmt: skip
+    )
 
 
 def _moved(begun: Profile, learned: Profile) -> dict[str, list[float]]:
     pairs = {
         field.name: [float(getattr(begun, field.name)), float(getattr(learned, field.name))]
-        for field in fields(Profile) if field.name != "name"
-    }  # fmt: skip
+        for field in fields(Profile)
+        if field.name != "name"
+    }
     return {name: pair for name, pair in pairs.items() if abs(pair[1] - pair[0]) > 0.01 * abs(pair[0])}

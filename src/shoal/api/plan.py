@@ -77,10 +77,14 @@ class PlanReport(PrintedTable):
 
     def _table(self) -> tuple[str, list[str], list[list[str]]]:
         rows = [
-            [str(number), seconds(row["step_s"]) if row.get("step_s") else "does not fit",
-             f"{row['memory_bytes'] / 1e9:.3g} GB", row["strategy"]]
+            [
+                str(number),
+                seconds(row["step_s"]) if row.get("step_s") else "does not fit",
+                f"{row['memory_bytes'] / 1e9:.3g} GB",
+                row["strategy"],
+            ]
             for number, row in enumerate(self.plans, start=1)
-        ]  # fmt: skip
+        ]
         return self.title, ["", "step", "memory", "strategy"], rows
 
 
@@ -151,21 +155,29 @@ def plan(
     if rules and is_waitless(rules[0]) and not (here and rules[0].period is not None):
         [waitless], rules = rules, ()
     elif straggler:
-        raise CannotPlan(f"--straggler {straggler[0]}: plans weigh stragglers for rules under which replicas do not "
-                         "wait; give --sync \"asp()\", \"ssp(3)\" or \"diloco(32, quorum=3)\", or ask shoal simulate")
+        raise CannotPlan(
+            f"--straggler {straggler[0]}: plans weigh stragglers for rules under which replicas do not "
+            'wait; give --sync "asp()", "ssp(3)" or "diloco(32, quorum=3)", or ask shoal simulate'
+        )
     batch = None if batch is None else str(batch)
     if here:
         unused = {
             "--sync": sync if waitless is not None else None,
-            "--by": None if by in ("time", "step") else by, "--sequence": sequence,
-            "--precision": precision, "--price": price, "--watts": watts, "--kwh-price": kwh_price, "--pilot": pilot,
+            "--by": None if by in ("time", "step") else by,
+            "--sequence": sequence,
+            "--precision": precision,
+            "--price": price,
+            "--watts": watts,
+            "--kwh-price": kwh_price,
+            "--pilot": pilot,
             "--profile": profile,
-        }  # fmt: skip
+        }
         for option, given in unused.items():
             if given is not None:
                 raise CannotPlan(f"{option} {given}: a job on this machine is planned by step time alone; leave it out")
-        return _here(what, devices=devices, batch=batch, top=top, size=size, rules=rules, optimizer=_known(optimizer),
-                     link=link)  # fmt: skip
+        return _here(
+            what, devices=devices, batch=batch, top=top, size=size, rules=rules, optimizer=_known(optimizer), link=link
+        )
     if link is not None:
         raise CannotPlan(f"--link {link}: it is for a job on this machine; a cluster's own file gives its links")
     shape, facts, job_batch = _model(what, size=size, run=to_run)
@@ -174,10 +186,20 @@ def plan(
             raise CannotPlan(f"--sequence {sequence}: {what} has sequences of {shape.sequence}; change the job instead")
         shape = shape.at(sequence=sequence)
     found = _plan(
-        shape, the_cluster(cluster, devices=devices), batch=samples_of(batch, shape) or job_batch, by=by,
-        precision=precision, price=price, watts=watts, kwh_price=kwh_price, pilot=pilot, facts=facts, profile=profile,
-        rules=rules, optimizer=optimizer,
-    )  # fmt: skip
+        shape,
+        the_cluster(cluster, devices=devices),
+        batch=samples_of(batch, shape) or job_batch,
+        by=by,
+        precision=precision,
+        price=price,
+        watts=watts,
+        kwh_price=kwh_price,
+        pilot=pilot,
+        facts=facts,
+        profile=profile,
+        rules=rules,
+        optimizer=optimizer,
+    )
     if found.best is None:
         raise NothingFits("\n".join(what_would_fit(found)))
     report = plan_report(found, top=top, changes=changes(found)) | {"servers": [], "served": []}
@@ -189,9 +211,15 @@ def plan(
         report |= {"served": served, "servers": served_words(served, straggler)}
     best, reason = _to_run(found) if to_run else (None, None)
     return PlanReport(
-        title=report["title"], plans=report["plans"], global_batch=found.question.global_batch, report=report,
-        here=False, best_to_run=best, cannot_run=reason, plan=found,
-    )  # fmt: skip
+        title=report["title"],
+        plans=report["plans"],
+        global_batch=found.question.global_batch,
+        report=report,
+        here=False,
+        best_to_run=best,
+        cannot_run=reason,
+        plan=found,
+    )
 
 
 def _here(what: str | Job, *, batch: str | None, size: str | None, **options: Any) -> PlanReport:
@@ -204,9 +232,13 @@ def _here(what: str | Job, *, batch: str | None, size: str | None, **options: An
         require_known(what, size)
     report, ahead = report_here(what, batch=int(batch) if batch else None, size=size, **options)
     return PlanReport(
-        title=report["title"], plans=report["plans"], global_batch=report["global_batch"], report=report, here=True,
+        title=report["title"],
+        plans=report["plans"],
+        global_batch=report["global_batch"],
+        report=report,
+        here=True,
         best_to_run=ahead[0] if ahead else None,
-    )  # fmt: skip
+    )
 
 
 def _to_run(found: Plan) -> tuple[Strategy | None, str | None]:
@@ -237,8 +269,10 @@ def _rules(sync: str | None) -> tuple[SyncTerm, ...]:
         raise CannotPlan(f"--sync {sync}: {error}") from None
     if level.sync.period is None and not is_waitless(level.sync):
         known = ", ".join(REGISTRY[name].example() for name in technique_names("sync"))
-        raise CannotPlan(f"--sync {sync}: plans know bsp(), which is always among them, islands and servers; try "
-                         f"auto, asp(), ssp(3), {known}")
+        raise CannotPlan(
+            f"--sync {sync}: plans know bsp(), which is always among them, islands and servers; try "
+            f"auto, asp(), ssp(3), {known}"
+        )
     return (level.sync,)
 
 
@@ -312,10 +346,21 @@ def names_job(what: str) -> bool:
 
 
 def _plan(
-    shape: Transformer, place: Cluster, *, batch: int | None, by: str, precision: str | None, price: float | None,
-    watts: float | None, kwh_price: float | None, pilot: str | None, facts: ModelFacts | None, profile: str | None,
-    rules: tuple[SyncTerm, ...], optimizer: str,
-) -> Plan:  # fmt: skip
+    shape: Transformer,
+    place: Cluster,
+    *,
+    batch: int | None,
+    by: str,
+    precision: str | None,
+    price: float | None,
+    watts: float | None,
+    kwh_price: float | None,
+    pilot: str | None,
+    facts: ModelFacts | None,
+    profile: str | None,
+    rules: tuple[SyncTerm, ...],
+    optimizer: str,
+) -> Plan:
     from shoal.estimate.cost.profile_file import read_profile
     from shoal.estimate.target import default_target, read_pilot
 
@@ -331,8 +376,18 @@ def _plan(
         raise CannotPlan(f"--kwh-price {kwh_price:g}: device {place.device.name!r} states no watts; give --watts")
     more: dict[str, Any] = {"profile": read_profile(profile)} if profile is not None else {}
     question = question_for(
-        shape, place, global_batch=batch, target=target, precision=precision, by=by, price_an_hour=price, watts=watts,
-        price_a_kwh=kwh_price, facts=facts, sync=rules[0] if rules else None,
-        periods=tuple(rule.period for rule in rules if rule.period is not None), **more,
-    )  # fmt: skip
+        shape,
+        place,
+        global_batch=batch,
+        target=target,
+        precision=precision,
+        by=by,
+        price_an_hour=price,
+        watts=watts,
+        price_a_kwh=kwh_price,
+        facts=facts,
+        sync=rules[0] if rules else None,
+        periods=tuple(rule.period for rule in rules if rule.period is not None),
+        **more,
+    )
     return cheapest(question) if by == "cost" else make_plan(question)

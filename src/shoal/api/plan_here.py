@@ -23,9 +23,16 @@ AUTO_PERIODS = (8, 32, 128, 512)
 
 
 def report_here(
-    what: str | Job, *, devices: int | None, batch: int | None, top: int, size: str | None,
-    rules: Sequence[SyncTerm] = (), optimizer: str = "adamw", link: str | None = None,
-) -> tuple[dict[str, Any], list[Strategy]]:  # fmt: skip
+    what: str | Job,
+    *,
+    devices: int | None,
+    batch: int | None,
+    top: int,
+    size: str | None,
+    rules: Sequence[SyncTerm] = (),
+    optimizer: str = "adamw",
+    link: str | None = None,
+) -> tuple[dict[str, Any], list[Strategy]]:
     """The report, and the strategies that the engine can run, best first."""
     machine, links = machine_here(), read_calibration()
     if machine is None or links is None:
@@ -48,20 +55,28 @@ def report_here(
         best_of.setdefault(row["family"], row)
     report = {
         "title": f"{job.name} on {world} ranks of this machine, batch {job.global_batch}: "
-        f"{len(rows):,} legal strategies; by step time"
-        + (f", times the steps that {rules[0]} adds" if rules else ""),
-        "global_batch": job.global_batch, "world": world, "legal": len(rows), "plans": rows[:top],
+        f"{len(rows):,} legal strategies; by step time" + (f", times the steps that {rules[0]} adds" if rules else ""),
+        "global_batch": job.global_batch,
+        "world": world,
+        "legal": len(rows),
+        "plans": rows[:top],
         "families": list(best_of.values()),
-        "over_link": [] if rate is None else [
+        "over_link": []
+        if rate is None
+        else [
             {"strategy": str(each.strategy), "step_s": each.step_s, "slowdown": each.slowdown}
             for each in over_link(
-                model, machine, links.network.between, bytes_per_s=rate, optimizer=optimizer,
+                model,
+                machine,
+                links.network.between,
+                bytes_per_s=rate,
+                optimizer=optimizer,
                 periods=[rule.period for rule in rules if rule.period] or _periods(job.steps),
             )
         ],
         "link": link,
         "crossings_bytes_per_s": break_even_bandwidths(model, machine, links.network.between),
-    }  # fmt: skip
+    }
     return report, [strategy for strategy, _ in ahead]
 
 
@@ -87,7 +102,10 @@ def _row(strategy: Any, estimate: Any) -> dict[str, Any]:
     axes = {type(term).__name__ for term in strategy.terms if getattr(term, "n", 1) > 1}
     largest = sorted(estimate.step_split.items(), key=lambda pair: -pair[1])[:3]
     return {
-        "strategy": str(strategy), "family": " x ".join(name for name in FAMILIES if name in axes) or "one rank",
-        "step_s": estimate.step_s, "split_s": dict(estimate.step_split), "memory_bytes": estimate.memory_bytes,
+        "strategy": str(strategy),
+        "family": " x ".join(name for name in FAMILIES if name in axes) or "one rank",
+        "step_s": estimate.step_s,
+        "split_s": dict(estimate.step_split),
+        "memory_bytes": estimate.memory_bytes,
         "why": ", ".join(f"{name} {seconds / estimate.step_s:.0%}" for name, seconds in largest),
-    }  # fmt: skip
+    }

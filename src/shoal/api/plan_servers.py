@@ -69,9 +69,13 @@ def _row(
     strategy: Strategy, rule: SyncTerm, question: Any, slow: Sequence[SlowRanks], seed: int, compute_s: float
 ) -> dict[str, Any]:
     options: dict[str, Any] = {
-        "global_batch": question.global_batch, "steps": STEPS, "slow": slow, "noise": 0.0, "seed": seed,
+        "global_batch": question.global_batch,
+        "steps": STEPS,
+        "slow": slow,
+        "noise": 0.0,
+        "seed": seed,
         "optimizer": question.target.optimizer,
-    }  # fmt: skip
+    }
     level = strategy.dp_levels[0]
     if isinstance(rule, Served):
         mine = simulate_served(strategy, question.shape, question.cluster, **options)
@@ -85,16 +89,27 @@ def _row(
         )
         factor, staleness = local_slowdown(rule.period or 1, optimizer=question.target.optimizer), 0.0
     return {
-        "strategy": str(strategy), "step_s": step_s, "step": seconds(step_s), "waiting": waiting,
-        "staleness_mean": staleness, "steps_factor": factor, "bsp_step_s": bsp_s, "score_s": step_s * factor,
+        "strategy": str(strategy),
+        "step_s": step_s,
+        "step": seconds(step_s),
+        "waiting": waiting,
+        "staleness_mean": staleness,
+        "steps_factor": factor,
+        "bsp_step_s": bsp_s,
+        "score_s": step_s * factor,
         "sooner": bsp_s / (step_s * factor),
-    }  # fmt: skip
+    }
 
 
 def _quorum(
-    strategy: Strategy, rule: SyncTerm, cluster: Cluster, parameters: int, slow: Sequence[SlowRanks], seed: int,
+    strategy: Strategy,
+    rule: SyncTerm,
+    cluster: Cluster,
+    parameters: int,
+    slow: Sequence[SlowRanks],
+    seed: int,
     compute_s: float,
-) -> tuple[float, float, float]:  # fmt: skip
+) -> tuple[float, float, float]:
     """Seconds of a step and the waiting of islands that take shares as they are free, and a step of all together."""
     level = strategy.dp_levels[0]
     inside = strategy.workers // level.n
@@ -105,8 +120,12 @@ def _quorum(
         ranks = range(worker * inside, (worker + 1) * inside)
         return max((each.factor for each in slow for rank in ranks if each.strikes(rank, ticket, seed)), default=1.0)
 
-    rare = ServerCosts(ticket_s=[compute_s] * level.n, push_s=model_s / (rule.period or 1),
-                       pull_s=model_s / (rule.period or 1), shards=1)  # fmt: skip
+    rare = ServerCosts(
+        ticket_s=[compute_s] * level.n,
+        push_s=model_s / (rule.period or 1),
+        pull_s=model_s / (rule.period or 1),
+        shards=1,
+    )
     always = ServerCosts(ticket_s=[compute_s] * level.n, push_s=model_s, pull_s=model_s, shards=level.n)
     mine = simulate_servers(asp(), rare, steps=STEPS, slower=slower, seed=seed)
     return mine.step_s, mine.waiting, simulate_servers(bsp(), always, steps=STEPS, slower=slower, seed=seed).step_s
@@ -127,4 +146,3 @@ def served_words(rows: Sequence[dict[str, Any]], straggler: Sequence[str]) -> li
     best = rows[0]
     lines.append(f"So: {best['strategy'] if best['sooner'] > 1 else 'bsp()'}")
     return lines
-

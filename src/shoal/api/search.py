@@ -86,9 +86,11 @@ def _cells(row: dict[str, Any], *, several: bool) -> list[str]:
     costs = []
     if several:
         known = row["predicted"]
-        costs = ["-", "-"] if known is None else [
-            f"{1000 * known['step_s']:.3g} ms", f"{known['memory_bytes'] / 1e6:.3g} MB"
-        ]  # fmt: skip
+        costs = (
+            ["-", "-"]
+            if known is None
+            else [f"{1000 * known['step_s']:.3g} ms", f"{known['memory_bytes'] / 1e6:.3g} MB"]
+        )
     number = str(row["trial"]) if "member" not in row else f"{row['member']}, round {row['round'] + 1}"
     value = "-" if row["value"] is None else f"{row['value']:.4g}"
     return [number, row["state"], value, *costs, words(row["params"])]
@@ -96,8 +98,9 @@ def _cells(row: dict[str, Any], *, several: bool) -> list[str]:
 
 def words(params: dict[str, Any]) -> str:
     """Values in a few words."""
-    return "  ".join(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
-                     for name, value in params.items())  # fmt: skip
+    return "  ".join(
+        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in params.items()
+    )
 
 
 @checked_keywords
@@ -195,21 +198,34 @@ def search(
         place = place_of(cluster, strategy_of(strategy))
         limit = place.device_bytes if limit is None else limit
         size = f"{limit / 1e9:.4g} GB" if limit >= 1e9 else f"{limit / 1e6:.4g} MB"
-        progress({"event": "note", "text": f"step time and memory are predicted for {place.words}; every model "
-                  f"must fit {size} of a device"})  # fmt: skip
+        progress(
+            {
+                "event": "note",
+                "text": f"step time and memory are predicted for {place.words}; every model "
+                f"must fit {size} of a device",
+            }
+        )
     options = SearchOptions(
-        space=name, method=method, trials=trials, strategy=str(strategy), metric=metric, better=better, seed=seed,
-        steps=steps or job.steps, population=population or 0, rounds=rounds, cluster=cluster,
-        memory_limit=limit, keep_checkpoints=keep_checkpoints,
-    )  # fmt: skip
+        space=name,
+        method=method,
+        trials=trials,
+        strategy=str(strategy),
+        metric=metric,
+        better=better,
+        seed=seed,
+        steps=steps or job.steps,
+        population=population or 0,
+        rounds=rounds,
+        cluster=cluster,
+        memory_limit=limit,
+        keep_checkpoints=keep_checkpoints,
+    )
     if before is not None and (differing := before.differences(options)):
         own = ", ".join(f"{each} {getattr(before, each)!r}" for each in differing)
         raise CannotSearch(f"the search in {where} has {own}; repeat its options, or give another --folder")
     if before is not None and before.trials > trials:
         options = replace(options, trials=before.trials)
-    found = run_search(
-        options, where, storage=storage, study=study, workers=workers, retrain=retrain, listen=progress
-    )  # fmt: skip
+    found = run_search(options, where, storage=storage, study=study, workers=workers, retrain=retrain, listen=progress)
     return Search(folder=where, results=found)
 
 
@@ -298,5 +314,3 @@ def _objective(job: Job, metric: str | None, better: str | None) -> tuple[str, s
     if job.validation is None:
         raise CannotSearch(f"job {job.name!r} has no validation data to compare trials by: Job(validation=...)")
     return metric, better
-
-

@@ -130,7 +130,13 @@ def simulate(
     require_legal(strategy, world=world, facts=facts_of(shape, global_batch=global_batch))
     if served:
         return simulate_served(
-            strategy, shape, place, global_batch=global_batch, steps=steps, noise=noise, seed=seed,
+            strategy,
+            shape,
+            place,
+            global_batch=global_batch,
+            steps=steps,
+            noise=noise,
+            seed=seed,
             slow=_slow_ranks(stragglers, world=strategy.workers),
         )
     rows = of_strategies([strategy], global_batch=global_batch)
@@ -141,32 +147,53 @@ def simulate(
         stragglers=tuple(Straggler(rank=each.rank, factor=each.factor) for each in slow if each.rank is not None),
         random=tuple((each.chance, each.factor) for each in slow if each.rank is None),
         links=_each(links, "--link", lambda rank, left: Links(rank=rank, left=left)),
-        noise=noise, seed=seed,
-    )  # fmt: skip
+        noise=noise,
+        seed=seed,
+    )
     calm_s = float(np.mean([step.step_s for step in simulate_steps(costs, steps=costs.period)]))
     simulated = list(simulate_steps(costs, disturbance, steps=steps))
     nodes = max(1, place.devices // place.node)
     written_s = checkpoint_time_s(parameters=shape.parameters, nodes=nodes) if checkpoint_s is None else checkpoint_s
     good = goodput(
-        devices=place.devices, device_mtbf_h=DEVICE_MTBF_H if mtbf_h is None else mtbf_h,
+        devices=place.devices,
+        device_mtbf_h=DEVICE_MTBF_H if mtbf_h is None else mtbf_h,
         restart_s=RESTART_S if restart_s is None else restart_s,
         checkpoint_s=written_s,
-    )  # fmt: skip
+    )
     report: dict[str, Any] = {
-        "model": shape.name, "strategy": str(strategy), "cluster": place.name, "ranks": costs.ranks,
-        "global_batch": global_batch, "classes": len(simulated[-1].counts), "events": len(simulated[-1].order),
-        "price_s": float(priced.step_s[0]), "undisturbed_s": calm_s, "step_s": [step.step_s for step in simulated],
-        "idle": simulated[-1].idle, "idle_of_slowest": simulated[-1].timeline(_slowest(simulated[-1])).bubble,
-        "memory_bytes": float(priced.memory_bytes[0]), "fits": bool(priced.fits[0]),
+        "model": shape.name,
+        "strategy": str(strategy),
+        "cluster": place.name,
+        "ranks": costs.ranks,
+        "global_batch": global_batch,
+        "classes": len(simulated[-1].counts),
+        "events": len(simulated[-1].order),
+        "price_s": float(priced.step_s[0]),
+        "undisturbed_s": calm_s,
+        "step_s": [step.step_s for step in simulated],
+        "idle": simulated[-1].idle,
+        "idle_of_slowest": simulated[-1].timeline(_slowest(simulated[-1])).bubble,
+        "memory_bytes": float(priced.memory_bytes[0]),
+        "fits": bool(priced.fits[0]),
         "goodput": {
-            "part": good.part, "mtbf_s": good.mtbf_s, "checkpoint_s": good.checkpoint_s, "restart_s": good.restart_s,
-            "interval_s": good.interval_s, "steps_between_checkpoints": good.steps(calm_s),
+            "part": good.part,
+            "mtbf_s": good.mtbf_s,
+            "checkpoint_s": good.checkpoint_s,
+            "restart_s": good.restart_s,
+            "interval_s": good.interval_s,
+            "steps_between_checkpoints": good.steps(calm_s),
         },
-    }  # fmt: skip
+    }
     return SimulatedSteps(
-        strategy=strategy, step_s=report["step_s"], undisturbed_s=calm_s, fits=report["fits"],
-        memory_bytes=report["memory_bytes"], report=report, shape=shape, steps=tuple(simulated),
-    )  # fmt: skip
+        strategy=strategy,
+        step_s=report["step_s"],
+        undisturbed_s=calm_s,
+        fits=report["fits"],
+        memory_bytes=report["memory_bytes"],
+        report=report,
+        shape=shape,
+        steps=tuple(simulated),
+    )
 
 
 def _shape(what: str | Job) -> Transformer:

@@ -53,14 +53,17 @@ class SimulatedServers(PrintedTable):
         slower = self.step_s / self.undisturbed_s - 1
         rows = [
             ["step", seconds(self.step_s) + (f" ({slower:+.1%} by what disturbs it)" if abs(slower) > 1e-3 else "")],
-            ["a ticket", f"{seconds(self.report['ticket_s'])} computing, {seconds(self.report['push_s'])} to push, "
-             f"{seconds(self.report['pull_s'])} to pull"],
+            [
+                "a ticket",
+                f"{seconds(self.report['ticket_s'])} computing, {seconds(self.report['push_s'])} to push, "
+                f"{seconds(self.report['pull_s'])} to pull",
+            ],
             ["waiting", f"{self.waiting:.1%} of the workers' time"],
             ["staleness", f"mean {self.staleness_mean:.2f}, max {self.staleness_max} updates"],
             *([["dropped", f"{self.dropped:.1%} of the gradients"]] if self.dropped else []),
             ["steps to target", f"x {self.steps_factor:.2f} ({self.report['assumed']})"],
             ["time to target", f"x {self.report['time_factor']:.2f} of bsp() without stragglers, by the same servers"],
-        ]  # fmt: skip
+        ]
         return f"{self.strategy}: {self.report['model']} on {self.report['cluster']}", ["", ""], rows
 
 
@@ -70,9 +73,17 @@ def is_served(strategy: Strategy) -> bool:
 
 
 def simulate_served(
-    strategy: Strategy, shape: Transformer, cluster: Cluster, *, global_batch: int, steps: int,
-    slow: Sequence[SlowRanks], noise: float, seed: int, optimizer: str = "adamw",
-) -> SimulatedServers:  # fmt: skip
+    strategy: Strategy,
+    shape: Transformer,
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    steps: int,
+    slow: Sequence[SlowRanks],
+    noise: float,
+    seed: int,
+    optimizer: str = "adamw",
+) -> SimulatedServers:
     """`slow`: ranks that compute longer; a worker is as slow as its slowest rank."""
     level = strategy.dp_levels[0]
     rule, seats = level.sync, seats_of(strategy)
@@ -89,11 +100,12 @@ def simulate_served(
         part = 1.0 if pushed is None else pushed / (MANY * WORD)
     sends = seats is not None
     costs = ServerCosts(
-        ticket_s=[ticket_s] * level.n, shards=seats.shards if seats is not None else 1,
+        ticket_s=[ticket_s] * level.n,
+        shards=seats.shards if seats is not None else 1,
         push_s=(part * full / outer.bytes_per_s + outer.latency_s) if sends else 0.0,
         pull_s=(full / outer.bytes_per_s + outer.latency_s) if sends else 0.0,
         update_s=PASSES * full / seats.shards / cluster.device.memory_bytes_per_s if seats is not None else 0.0,
-    )  # fmt: skip
+    )
 
     def slower(worker: int, ticket: int) -> float:
         ranks = range(worker * inside.workers, (worker + 1) * inside.workers)
@@ -110,19 +122,45 @@ def simulate_served(
 
 
 def _result(
-    strategy: Strategy, shape: Transformer, cluster: Cluster, found: ServedSteps, calm: ServedSteps,
-    costs: ServerCosts, factor: float, together_s: float, optimizer: str,
-) -> SimulatedServers:  # fmt: skip
+    strategy: Strategy,
+    shape: Transformer,
+    cluster: Cluster,
+    found: ServedSteps,
+    calm: ServedSteps,
+    costs: ServerCosts,
+    factor: float,
+    together_s: float,
+    optimizer: str,
+) -> SimulatedServers:
     report = {
-        "model": shape.name, "strategy": str(strategy), "cluster": cluster.name, "step_s": found.step_s,
-        "undisturbed_s": calm.step_s, "waiting": found.waiting, "dropped": found.dropped, "used": found.used,
-        "ticket_s": costs.ticket_s[0], "push_s": costs.push_s, "pull_s": costs.pull_s, "update_s": costs.update_s,
-        "staleness": dict(sorted(found.staleness.items())), "staleness_mean": found.staleness_mean,
-        "stale_steps": found.stale_steps, "ahead": dict(sorted(found.ahead.items())), "steps_factor": factor,
-        "time_factor": found.step_s * factor / together_s, "assumed": OPTIMIZERS[optimizer].origin,
-    }  # fmt: skip
+        "model": shape.name,
+        "strategy": str(strategy),
+        "cluster": cluster.name,
+        "step_s": found.step_s,
+        "undisturbed_s": calm.step_s,
+        "waiting": found.waiting,
+        "dropped": found.dropped,
+        "used": found.used,
+        "ticket_s": costs.ticket_s[0],
+        "push_s": costs.push_s,
+        "pull_s": costs.pull_s,
+        "update_s": costs.update_s,
+        "staleness": dict(sorted(found.staleness.items())),
+        "staleness_mean": found.staleness_mean,
+        "stale_steps": found.stale_steps,
+        "ahead": dict(sorted(found.ahead.items())),
+        "steps_factor": factor,
+        "time_factor": found.step_s * factor / together_s,
+        "assumed": OPTIMIZERS[optimizer].origin,
+    }
     return SimulatedServers(
-        strategy=strategy, step_s=found.step_s, undisturbed_s=calm.step_s, waiting=found.waiting,
-        dropped=found.dropped, staleness_mean=found.staleness_mean, staleness_max=max(found.staleness, default=0),
-        steps_factor=factor, report=report,
-    )  # fmt: skip
+        strategy=strategy,
+        step_s=found.step_s,
+        undisturbed_s=calm.step_s,
+        waiting=found.waiting,
+        dropped=found.dropped,
+        staleness_mean=found.staleness_mean,
+        staleness_max=max(found.staleness, default=0),
+        steps_factor=factor,
+        report=report,
+    )

@@ -111,10 +111,18 @@ def submit(
     if on == "ray":
         place = str(Path(place).absolute())
     request = Request(
-        job=job, strategy=str(chosen), world=chosen.world, nodes=nodes, folder=place, name=called,
-        cpus_per_rank=cpus_per_rank, gpus_per_node=gpus_per_node, minutes=minutes, retries=retries,
+        job=job,
+        strategy=str(chosen),
+        world=chosen.world,
+        nodes=nodes,
+        folder=place,
+        name=called,
+        cpus_per_rank=cpus_per_rank,
+        gpus_per_node=gpus_per_node,
+        minutes=minutes,
+        retries=retries,
         options=tuple(options),
-    )  # fmt: skip
+    )
     if on == "slurm":
         return Submission(engine=on, text=slurm.script(request, sbatch=tuple(sbatch)))
     if on == "k8s":

@@ -48,7 +48,10 @@ class Timeline:
         term, timeline = self.term, self.simulated
         return {
             "unit": "a forward through one stage; a full backward takes two",
-            "schedule": term.schedule, "ranks": term.n, "chunks": term.chunks, "micro": term.micro,
+            "schedule": term.schedule,
+            "ranks": term.n,
+            "chunks": term.chunks,
+            "micro": term.micro,
             "makespan": timeline.makespan_s,
             "bubble": timeline.bubble,
             "bubble_formula": bubble_formula(term),
@@ -60,14 +63,17 @@ class Timeline:
             "lanes": [
                 [
                     {
-                        "kind": box.action.kind, "stage": box.action.stage, "micro": box.action.micro,
-                        "start": box.start_s, "stop": box.stop_s,
+                        "kind": box.action.kind,
+                        "stage": box.action.stage,
+                        "micro": box.action.micro,
+                        "start": box.start_s,
+                        "stop": box.stop_s,
                     }
                     for box in lane
                 ]
                 for lane in timeline.lanes
             ],
-        }  # fmt: skip
+        }
 
 
 def timeline_of(strategy: Strategy) -> Timeline:

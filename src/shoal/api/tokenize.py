@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 AT_ONCE = 256
 """Documents handed to the tokenizer together; it uses all cores."""
 
+
 class CannotTokenize(ValueError):
     """A file that cannot be read, or a tokenizer that is none."""
 
@@ -96,9 +97,13 @@ def tokenize(
 
     header = write_tokens(folder, documents(), vocab=vocab, tokenizer=tokenizer, separator=end)
     return TokenFolder(
-        folder=str(folder), tokens=header.tokens, documents=header.documents, vocab=header.vocab, dtype=header.dtype,
+        folder=str(folder),
+        tokens=header.tokens,
+        documents=header.documents,
+        vocab=header.vocab,
+        dtype=header.dtype,
         bytes=(folder / "tokens.bin").stat().st_size,
-    )  # fmt: skip
+    )
 
 
 def _texts(file: Path, field: str) -> Iterator[tuple[str, int]]:
@@ -130,9 +135,7 @@ def _document(line: str, file: Path, number: int, field: str) -> str:
     return text
 
 
-def _tokenizer(
-    name: str, separator: str | None
-) -> tuple[Callable[[list[str]], Iterator[np.ndarray]], int, int | None]:
+def _tokenizer(name: str, separator: str | None) -> tuple[Callable[[list[str]], Iterator[np.ndarray]], int, int | None]:
     """(encodes texts to arrays, size of the vocabulary, the token that ends a document)"""
     import numpy as np
 

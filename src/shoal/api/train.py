@@ -21,6 +21,7 @@ from shoal.training.resumed import CannotTrain, can_go_on, inherited, job_of, re
 
 __all__ = ["TrainOptions", "as_one_rank", "is_launched", "job_of", "ready_to_train", "train_locally"]
 
+
 def is_launched() -> bool:
     """Whether a launcher has started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -61,9 +62,13 @@ def ready_to_train(options: TrainOptions, *, ranks: int | None = None) -> tuple[
 
 
 def as_one_rank(
-    options: TrainOptions, world: int, *, hang_after_s: float, on_message: Listener,
+    options: TrainOptions,
+    world: int,
+    *,
+    hang_after_s: float,
+    on_message: Listener,
     show: Callable[[dict[str, Any]], None],
-) -> NoReturn:  # fmt: skip
+) -> NoReturn:
     """Trains as a rank that a launcher has started, and ends the process. `show` is given rank 0's outcome."""
     from shoal.launch.channel import standalone_channel
     from shoal.training.check import check
@@ -75,9 +80,10 @@ def as_one_rank(
     # The ranks look for the checkpoint, and check the layout, together, once all have joined.
     checked = check(replace(options, resume=None, gate=False), None)
     options = replace(
-        options, checkpoint_every=checkpoints_every(options, checked["steps"]),
+        options,
+        checkpoint_every=checkpoints_every(options, checked["steps"]),
         flops_per_sample=checked["flops_per_sample"],
-    )  # fmt: skip
+    )
     channel = standalone_channel(on_message=on_message, hang_after_s=hang_after_s)
     try:
         outcome = train(options, channel)

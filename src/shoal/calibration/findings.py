@@ -129,12 +129,21 @@ def findings_of(measured: dict[str, Any]) -> Findings:
     machine, errors = machine_of(measured["machine"], _curves(rows, fastest)) if "machine" in measured else (None, {})
     return Findings(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        ranks=measured["ranks"], hosts=measured["hosts"], cores=len(os.sched_getaffinity(0)),
-        torch=measured["torch"], rounds=len(measured["rows"][0]["seconds"]), disturbed=measured["disturbed"],
-        links=links, over_best=over_best, link_ranks=measured["links"], times=times,
-        relative_time={name: mean / means[fastest] for name, mean in means.items()}, fastest=fastest,
-        machine=machine, machine_errors=errors,
-    )  # fmt: skip
+        ranks=measured["ranks"],
+        hosts=measured["hosts"],
+        cores=len(os.sched_getaffinity(0)),
+        torch=measured["torch"],
+        rounds=len(measured["rows"][0]["seconds"]),
+        disturbed=measured["disturbed"],
+        links=links,
+        over_best=over_best,
+        link_ranks=measured["links"],
+        times=times,
+        relative_time={name: mean / means[fastest] for name, mean in means.items()},
+        fastest=fastest,
+        machine=machine,
+        machine_errors=errors,
+    )
 
 
 def _curves(rows: Sequence[Mapping[str, Any]], backend: str) -> dict[str, Curve]:
@@ -182,15 +191,20 @@ def as_toml(findings: Findings) -> str:
             notes[f"machine.collectives.{kind}"] = f"About {latency_s:.3g} s and {byte_s:.3g} s a byte."
     file = CalibrationFile(
         measured=MeasuredTable(
-            date=datetime.fromisoformat(of.date), ranks=of.ranks, hosts=of.hosts, cores=of.cores, torch=of.torch,
-            rounds=of.rounds, disturbed=_rounded(of.disturbed),
+            date=datetime.fromisoformat(of.date),
+            ranks=of.ranks,
+            hosts=of.hosts,
+            cores=of.cores,
+            torch=of.torch,
+            rounds=of.rounds,
+            disturbed=_rounded(of.disturbed),
         ),
         links=checked(LinksTable, links),
         backend=checked(BackendTable, {"fastest": of.fastest, "relative_time": _rounded(of.relative_time)}),
         machine=checked(MachineTable, _rounded(table_of_machine(of.machine, of.machine_errors).model_dump()))
         if of.machine is not None
         else None,
-    )  # fmt: skip
+    )
     return toml_text(file, heading=HEADING, notes=notes)
 
 

@@ -51,15 +51,21 @@ def job_model(job: Job, *, planes: Sequence[spatial] = ()) -> tuple[JobModel, Mo
     )
     return (
         JobModel(
-            name=job.name, global_batch=job.global_batch, samples=samples,
-            operations=operations(network_of_trace(recorded, name=job.name)), pieces=tuple(pieces),
-            tensor_cut=_tensor_cut(layout), loss_cut=words is not None and words.loss_parallel,
+            name=job.name,
+            global_batch=job.global_batch,
+            samples=samples,
+            operations=operations(network_of_trace(recorded, name=job.name)),
+            pieces=tuple(pieces),
+            tensor_cut=_tensor_cut(layout),
+            loss_cut=words is not None and words.loss_parallel,
             context_loss_cut=layout.context is not None and layout.context.batch is not None,
-            optimizer=_optimizer(job, model), shapes=shapes, forward=observe(job),
+            optimizer=_optimizer(job, model),
+            shapes=shapes,
+            forward=observe(job),
             planes=_planes(job, layout, planes),
         ),
         facts,
-    )  # fmt: skip
+    )
 
 
 def plane_cuts_of(strategies: Iterable[Strategy]) -> list[spatial]:

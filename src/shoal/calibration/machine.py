@@ -68,19 +68,26 @@ def machine_of(measured: Mapping[str, Any], collectives: Mapping[str, Curve]) ->
         else:
             passes[kind] = (Curve(sizes, forward_s), Curve(sizes, backward_s))
     machine = Machine(
-        ranks=measured["ranks"], memory_bytes=_memory_bytes(),
-        memory_bytes_per_s=1 / lower_quartile(measured["byte_s"]), products=products, passes=passes, updates=updates,
-        collectives=collectives, background_byte_s=max(1e-12, lower_quartile(measured["background_byte_s"])),
+        ranks=measured["ranks"],
+        memory_bytes=_memory_bytes(),
+        memory_bytes_per_s=1 / lower_quartile(measured["byte_s"]),
+        products=products,
+        passes=passes,
+        updates=updates,
+        collectives=collectives,
+        background_byte_s=max(1e-12, lower_quartile(measured["background_byte_s"])),
         overheads=overheads_of(
             {name: lower_quartile(each) for name, each in measured["overheads"].items()},
-            counts=measured["counts"], ranks=measured["ranks"], sent_s=collectives["all_reduce"].at(1024),
+            counts=measured["counts"],
+            ranks=measured["ranks"],
+            sent_s=collectives["all_reduce"].at(1024),
             updated_s=updates["SGD"].at(1024),
         ),
         codecs={
             name: (float(tensor_s), float(element_s))
             for name, (tensor_s, element_s) in measured.get("codecs", {}).items()
         },
-    )  # fmt: skip
+    )
     return machine, errors
 
 

@@ -128,7 +128,7 @@ def _machine(arguments: dict[str, Any], me: Any, world: Any, channel: Channel) -
             "optimizers": list(OPTIMISERS),
             "ranks": me.world,
         }
-    }  # fmt: skip
+    }
     # Links on which bytes have to wait, as they would between hosts.
     emulate_links(SLOW_LINKS.format(me.world), me.rank, me.world, BACKENDS["shoal"])
     found["machine"]["background_byte_s"] = _background_byte_s(dist.new_group(backend=BACKENDS["shoal"]), rounds=rounds)

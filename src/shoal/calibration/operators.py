@@ -23,18 +23,44 @@ SIZES = (1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
 UPDATED = (1 << 12, 1 << 18, 1 << 21)
 
 LINEAR = (  # rows, inputs, outputs
-    (16, 64, 64), (128, 128, 128), (128, 512, 512), (512, 256, 64), (512, 64, 256), (512, 256, 256), (512, 1024, 256),
-    (2048, 128, 128), (2048, 256, 1024), (2048, 1024, 256), (4096, 256, 256), (1024, 1024, 1024), (64, 1024, 1024),
-)  # fmt: skip
+    (16, 64, 64),
+    (128, 128, 128),
+    (128, 512, 512),
+    (512, 256, 64),
+    (512, 64, 256),
+    (512, 256, 256),
+    (512, 1024, 256),
+    (2048, 128, 128),
+    (2048, 256, 1024),
+    (2048, 1024, 256),
+    (4096, 256, 256),
+    (1024, 1024, 1024),
+    (64, 1024, 1024),
+)
 CONVOLUTION = (  # samples, channels in, channels out, side of the image, side of the kernel
-    (2, 8, 8, 14, 3), (4, 1, 24, 28, 3), (24, 1, 24, 28, 3), (4, 24, 24, 28, 3), (24, 24, 24, 28, 3),
-    (8, 64, 64, 28, 3), (24, 48, 48, 14, 3), (4, 128, 128, 14, 3), (24, 96, 96, 7, 3), (24, 256, 256, 7, 3),
-    (24, 48, 96, 14, 1), (8, 256, 64, 14, 1),
-)  # fmt: skip
+    (2, 8, 8, 14, 3),
+    (4, 1, 24, 28, 3),
+    (24, 1, 24, 28, 3),
+    (4, 24, 24, 28, 3),
+    (24, 24, 24, 28, 3),
+    (8, 64, 64, 28, 3),
+    (24, 48, 48, 14, 3),
+    (4, 128, 128, 14, 3),
+    (24, 96, 96, 7, 3),
+    (24, 256, 256, 7, 3),
+    (24, 48, 96, 14, 1),
+    (8, 256, 64, 14, 1),
+)
 ATTENTION = (  # samples, heads, positions, width of a head
-    (1, 4, 32, 8), (1, 8, 128, 32), (12, 8, 128, 32), (12, 8, 64, 32), (12, 4, 128, 32), (2, 8, 256, 64),
-    (2, 8, 512, 64), (24, 4, 32, 8),
-)  # fmt: skip
+    (1, 4, 32, 8),
+    (1, 8, 128, 32),
+    (12, 8, 128, 32),
+    (12, 8, 64, 32),
+    (12, 4, 128, 32),
+    (2, 8, 256, 64),
+    (2, 8, 512, 64),
+    (24, 4, 32, 8),
+)
 
 WIDTH, CHANNELS, SIDE = 256, 32, 8
 """Of the tensors that are passed over: features of a row, channels and side of an image."""
@@ -77,10 +103,18 @@ def _passes(elements: int) -> Iterator[OperatorCase]:
     yield OperatorCase("relu", (elements,), lambda: (flat(),), F.relu)
     yield OperatorCase("gelu", (elements,), lambda: (flat(),), partial(F.gelu, approximate="tanh"))
     yield OperatorCase("copy", (2 * elements,), lambda: (flat(), flat()), lambda x, y: torch.cat((x, y)))
-    yield OperatorCase("layer norm", (elements,), lambda: (flat(), _weight(WIDTH), _weight(WIDTH)),
-               lambda x, w, b: F.layer_norm(x, (WIDTH,), w, b))  # fmt: skip
-    yield OperatorCase("batch norm", (pixels,), lambda: (image(), _weight(CHANNELS), _weight(CHANNELS)),
-               lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True))  # fmt: skip
+    yield OperatorCase(
+        "layer norm",
+        (elements,),
+        lambda: (flat(), _weight(WIDTH), _weight(WIDTH)),
+        lambda x, w, b: F.layer_norm(x, (WIDTH,), w, b),
+    )
+    yield OperatorCase(
+        "batch norm",
+        (pixels,),
+        lambda: (image(), _weight(CHANNELS), _weight(CHANNELS)),
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+    )
     yield OperatorCase("pooling", (pixels,), lambda: (image(),), lambda x: F.max_pool2d(x, 2))
     yield OperatorCase("loss", (elements,), lambda: (flat(),), lambda x: F.cross_entropy(x, targets, reduction="sum"))
     yield OperatorCase(

@@ -44,22 +44,31 @@ def language(world: int) -> Job:
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, WORDS, (256, SEQUENCE + 1), generator=draw)
     return Job(
-        name="calibrate", model=partial(GPT, GPTConfig(
-            vocab=WORDS, sequence=SEQUENCE, layers=LAYERS, heads=4, hidden=HIDDEN)), inputs=("x",),
-        train=TensorData(x=tokens[:, :-1], y=tokens[:, 1:]), loss=cross_entropy,
-        optimizer=partial(torch.optim.SGD, lr=1e-3, momentum=0.9), global_batch=MANY * world, steps=10,
-    )  # fmt: skip
+        name="calibrate",
+        model=partial(GPT, GPTConfig(vocab=WORDS, sequence=SEQUENCE, layers=LAYERS, heads=4, hidden=HIDDEN)),
+        inputs=("x",),
+        train=TensorData(x=tokens[:, :-1], y=tokens[:, 1:]),
+        loss=cross_entropy,
+        optimizer=partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+        global_batch=MANY * world,
+        steps=10,
+    )
 
 
 def normed(world: int, *, batch_norm: str) -> Job:
     """Layers with batch norms between them."""
     draw = torch.Generator().manual_seed(0)
     return Job(
-        name="calibrate norms", model=_normed, inputs=("x",),
+        name="calibrate norms",
+        model=_normed,
+        inputs=("x",),
         train=TensorData(x=torch.randn(256, HIDDEN, generator=draw), y=torch.zeros(256, dtype=torch.long)),
-        loss=cross_entropy, optimizer=partial(torch.optim.SGD, lr=1e-3, momentum=0.9), global_batch=2 * MANY * world,
-        steps=10, batch_norm=batch_norm,  # type: ignore[arg-type]
-    )  # fmt: skip
+        loss=cross_entropy,
+        optimizer=partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+        global_batch=2 * MANY * world,
+        steps=10,
+        batch_norm=batch_norm,  # type: ignore[arg-type]
+    )
 
 
 def _normed() -> nn.Module:

@@ -83,9 +83,13 @@ class Contents:
         if part is not None:
             shape = part.whole_shape(tuple(values.shape))
             self.buffers[f"{name} part {part.index}"] = {
-                "buffer": name, "shape": list(shape), "dtype": dtype_name(values.dtype), "file": self.file,
-                "tensor": key, "part": part.to_json(),
-            }  # fmt: skip
+                "buffer": name,
+                "shape": list(shape),
+                "dtype": dtype_name(values.dtype),
+                "file": self.file,
+                "tensor": key,
+                "part": part.to_json(),
+            }
             self.tensors.append((key, values))
             return
         entry = {
@@ -123,9 +127,13 @@ def extra_name(name: str, key: str, part: TensorPart | None) -> str:
 
 
 def contents_of(
-    engine: Engine, *, buffers: dict[str, torch.Tensor], rank: int, own: list[torch.Tensor] | None = None,
+    engine: Engine,
+    *,
+    buffers: dict[str, torch.Tensor],
+    rank: int,
+    own: list[torch.Tensor] | None = None,
     weights_only: bool = False,
-) -> Contents:  # fmt: skip
+) -> Contents:
     """What this rank writes of the engine's state. `buffers`: the model's buffers as they are saved; `own`: this
     island's values, if they differ from the consensus; `weights_only`: nothing of the optimiser's."""
     contents = Contents(file=file_of(rank))

@@ -40,10 +40,17 @@ REPLACED = ".replaced"
 CHUNK_BYTES = 16 << 20
 
 DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
     torch.bool: "BOOL",
-}  # fmt: skip
+}
 """The dtypes a checkpoint holds, by the names that safetensors has for them."""
 
 COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}

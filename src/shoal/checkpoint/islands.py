@@ -77,11 +77,13 @@ def add_island(contents: Contents, engine: Engine, own: list[torch.Tensor]) -> N
             contents.optimizer[of] = {key: contents.encoded(of, key, value) for key, value in values.items()}
     if place.island.index == 0:
         counts = {
-            "count": outer.count, "steps": outer.steps, DIFFERS: int(bool(own)),
+            "count": outer.count,
+            "steps": outer.steps,
+            DIFFERS: int(bool(own)),
             **{f"{KEPT} {what}": 1 for what in _kept(outer)},
             **({} if outer.near is None else {"near count": outer.near.count, "near steps": outer.near.steps}),
             **{f"{NUMBER} {name}": number for name, number in outer.kept.numbers.items()},
-        }  # fmt: skip
+        }
         contents.optimizer[label(engine)] = {
             key: contents.encoded(label(engine), key, value) for key, value in counts.items()
         }

@@ -55,15 +55,31 @@ from shoal.job.elementwise import Probe
 from shoal.parallel.engine import Engine
 
 __all__ = [
-    "Checkpoint", "CheckpointBroken", "CheckpointFailed", "CheckpointMismatch",
-    "average_buffers", "find_intact", "latest", "open_checkpoint", "require_savable", "restore", "save",
-]  # fmt: skip
+    "Checkpoint",
+    "CheckpointBroken",
+    "CheckpointFailed",
+    "CheckpointMismatch",
+    "average_buffers",
+    "find_intact",
+    "latest",
+    "open_checkpoint",
+    "require_savable",
+    "restore",
+    "save",
+]
 
 
 def save(
-    folder: Path, engine: Engine, *, step: int, progress: dict[str, Any], keep: int = 2,
-    protect: frozenset[int] = frozenset(), weights_only: bool = False, background: Background | None = None,
-) -> Path:  # fmt: skip
+    folder: Path,
+    engine: Engine,
+    *,
+    step: int,
+    progress: dict[str, Any],
+    keep: int = 2,
+    protect: frozenset[int] = frozenset(),
+    weights_only: bool = False,
+    background: Background | None = None,
+) -> Path:
     """Writes the engine's state after `step` steps and returns the checkpoint's path. Collective; nothing may be in
     flight (`Executor.settle`).
 
@@ -125,9 +141,17 @@ class _Save:
     """One save on one rank. Ranks synchronise three times: before writing, after it, and at the end."""
 
     def __init__(
-        self, folder: Path, engine: Engine, step: int, progress: dict[str, Any], keep: int, own: list[torch.Tensor],
-        *, protect: frozenset[int], weights_only: bool,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        engine: Engine,
+        step: int,
+        progress: dict[str, Any],
+        keep: int,
+        own: list[torch.Tensor],
+        *,
+        protect: frozenset[int],
+        weights_only: bool,
+    ) -> None:
         self.protect, self.weights_only = protect, weights_only
         self.own = own
         """This island's values, if they differ from the consensus."""

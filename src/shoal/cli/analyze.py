@@ -103,8 +103,10 @@ class Fitted:
 
     def table(self, *, room: int) -> Table:
         """With as many columns as there is room for."""
-        wide = {name: max(len(cells[place]) for cells in (self.columns, *(cells for cells, _ in self.rows)))
-                for place, name in enumerate(self.columns)}  # fmt: skip
+        wide = {
+            name: max(len(cells[place]) for cells in (self.columns, *(cells for cells, _ in self.rows)))
+            for place, name in enumerate(self.columns)
+        }
         wide |= {name: min(wide[name], FOLDED_WIDE) for name in FOLDED if name in wide}
         for name in YIELDING:
             if sum(wide.values()) + 2 * len(wide) <= room:
@@ -129,9 +131,16 @@ def _layers(report: dict[str, Any], *, room: int) -> Table:
             _add_layer(table, group["layers"][0], f"{name}, {group['count']} alike" if several else name)
             continue
         table.add_row(
-            f"{name}: {group['count']} alike, each" if several else name, "", "", short(group["parameters"]),
-            _cost(group["forward"]), "", "", short(group["forward"]["bytes"]), style="bold",
-        )  # fmt: skip
+            f"{name}: {group['count']} alike, each" if several else name,
+            "",
+            "",
+            short(group["parameters"]),
+            _cost(group["forward"]),
+            "",
+            "",
+            short(group["forward"]["bytes"]),
+            style="bold",
+        )
         if rows <= MOST_ROWS:
             for layer in group["layers"]:
                 _add_layer(table, layer, f"  {_within(layer['name'], group['first'])}")
@@ -141,9 +150,14 @@ def _layers(report: dict[str, Any], *, room: int) -> Table:
 def _add_layer(table: Fitted, layer: dict[str, Any], name: str) -> None:
     passes = (layer["forward"], layer["input_gradient"], layer["weight_gradient"])
     table.add_row(
-        name, layer["kind"], layer["shape"], short(layer["parameters"]) if layer["parameters"] else "",
-        *(_cost(cost) for cost in passes), short(layer["forward"]["bytes"]), style="red" if layer["unknown"] else None,
-    )  # fmt: skip
+        name,
+        layer["kind"],
+        layer["shape"],
+        short(layer["parameters"]) if layer["parameters"] else "",
+        *(_cost(cost) for cost in passes),
+        short(layer["forward"]["bytes"]),
+        style="red" if layer["unknown"] else None,
+    )
 
 
 def _cost(cost: dict[str, int]) -> str:
@@ -155,9 +169,13 @@ def _totals(report: dict[str, Any]) -> Table:
     table = _table("", "work W", "depth D", "W/D", "bytes", "operations a byte", words=("",))
     for name, cost in report["totals"].items():
         table.add_row(
-            name, short(cost["work"]), f"{cost['depth']:,}", short(cost["parallelism"]), short(cost["bytes"]),
+            name,
+            short(cost["work"]),
+            f"{cost['depth']:,}",
+            short(cost["parallelism"]),
+            short(cost["bytes"]),
             f"{cost['intensity']:.1f}",
-        )  # fmt: skip
+        )
     return table
 
 
@@ -175,9 +193,11 @@ def _bounds(report: dict[str, Any]) -> Table:
         if str(row["processors"]).startswith("1"):
             slow, fast = row["speedup"]
             table.add_row(
-                f"{row['processors']:,}", short(row["least"]), short(row["most"]),
+                f"{row['processors']:,}",
+                short(row["least"]),
+                short(row["most"]),
                 f"{slow:,.1f} to {fast:,.1f}",
-            )  # fmt: skip
+            )
     return table
 
 
@@ -191,10 +211,12 @@ def _convolutions(report: dict[str, Any], *, room: int) -> Table:
         cells = [found["direct"], found["fft"], min(winograd, key=lambda cost: cost["real_work"]) if winograd else None]
         more = f" and {len(row['layers']) - 1} more" if len(row["layers"]) > 1 else ""
         table.add_row(
-            row["layers"][0] + more, row["shape"],
+            row["layers"][0] + more,
+            row["shape"],
             *(f"{short(cost['real_work'])}, {cost['depth']}" if cost else "-" for cost in cells),
-            row["best_by_work"], row["best_by_depth"],
-        )  # fmt: skip
+            row["best_by_work"],
+            row["best_by_depth"],
+        )
     return table.table(room=room)
 
 
@@ -205,10 +227,14 @@ def _measured(report: dict[str, Any], *, room: int) -> Table:
     for row in report.get("measured", []):
         more = f" and {len(row['layers']) - 1} more" if len(row["layers"]) > 1 else ""
         table.add_row(
-            row["layers"][0] + more, row["shape"], str(row["samples"]),
+            row["layers"][0] + more,
+            row["shape"],
+            str(row["samples"]),
             *(f"{1000 * row['seconds'][name]:.3g}" if name in row["seconds"] else "-" for name in methods),
-            row["best_by_work"], row["best_by_depth"], row["best_by_time"],
-        )  # fmt: skip
+            row["best_by_work"],
+            row["best_by_depth"],
+            row["best_by_time"],
+        )
     return table.table(room=room)
 
 

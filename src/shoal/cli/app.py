@@ -20,9 +20,10 @@ JOB = typer.Argument(
     help="A Python file that defines `job`, or a built-in task: language, image (image:resnet:small).",
 )
 JOB_OR_RESUMED = typer.Argument(
-    metavar="JOB", show_default=False,
+    metavar="JOB",
+    show_default=False,
     help="A Python file that defines `job`, or a built-in task; with --resume, by default that of the run.",
-)  # fmt: skip
+)
 STRATEGY = typer.Option("--strategy", "-s", help="How to train, for example 'dp(2, zero=3)'.")
 SIZE = typer.Option("--size", help="Size of a built-in task: tiny, small, or a real shape.")
 BATCH = typer.Option(min=1, help="Global batch, instead of the job's own.")
@@ -30,9 +31,10 @@ SEED = typer.Option(min=0, help="Seed, instead of the job's own.")
 STRAGGLER = typer.Option(help='Slow ranks: "rank 2: 3x", "random 10%: 5x", "all: 20 ms". May be given again.')
 START_FROM = typer.Option(help="Weights to start with: safetensors, a state_dict or dcp folder (docs/weights.md).")
 SET = typer.Option(
-    "--set", metavar="NAME=VALUE",
+    "--set",
+    metavar="NAME=VALUE",
     help="Change a value of the job or an option of its optimiser: lr=3e-4, clip=1.0. May be given again.",
-)  # fmt: skip
+)
 
 
 def _from_config(context: typer.Context, path: str | None) -> str | None:
@@ -53,9 +55,12 @@ def _from_config(context: typer.Context, path: str | None) -> str | None:
 
 
 CONFIG = typer.Option(
-    "--config", metavar="FILE.toml", is_eager=True, callback=_from_config,
+    "--config",
+    metavar="FILE.toml",
+    is_eager=True,
+    callback=_from_config,
     help="Options from a file; those of the command line come first.",
-)  # fmt: skip
+)
 
 
 def _version(wanted: bool) -> None:

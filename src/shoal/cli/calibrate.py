@@ -59,9 +59,12 @@ def _progress() -> Any:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     with Progress(
-        TextColumn("measuring {task.description}"), BarColumn(bar_width=24), TimeRemainingColumn(),
-        console=Console(stderr=True), transient=True,
-    ) as bar:  # fmt: skip
+        TextColumn("measuring {task.description}"),
+        BarColumn(bar_width=24),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
         task = bar.add_task("", total=None)
         yield lambda message: bar.update(
             task, completed=message["done"], total=message["of"], description=message.get("what", COLLECTIVES)

@@ -88,9 +88,12 @@ class _Bar:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.progress = Progress(
-            BarColumn(bar_width=28), MofNCompleteColumn(), TextColumn("runs, left"), TimeRemainingColumn(),
+            BarColumn(bar_width=28),
+            MofNCompleteColumn(),
+            TextColumn("runs, left"),
+            TimeRemainingColumn(),
             TextColumn("{task.description}"),
-        )  # fmt: skip
+        )
         self.task: Any = None
         self.started = time.monotonic()
 

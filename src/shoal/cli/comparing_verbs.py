@@ -46,11 +46,22 @@ def compare(
 
     sys.exit(
         compare_command(
-            jobs or [], contestants=with_ or [], ranks=ranks, seeds=seeds, steps=steps, batch=batch, per_rank=per_rank,
-            evaluate_every=evaluate_every, emulate=emulate, folder=folder, quick=quick, preset=preset,
-            minutes=minutes, as_json=as_json,
+            jobs or [],
+            contestants=with_ or [],
+            ranks=ranks,
+            seeds=seeds,
+            steps=steps,
+            batch=batch,
+            per_rank=per_rank,
+            evaluate_every=evaluate_every,
+            emulate=emulate,
+            folder=folder,
+            quick=quick,
+            preset=preset,
+            minutes=minutes,
+            as_json=as_json,
         )
-    )  # fmt: skip
+    )
 
 
 @app.command()

@@ -54,9 +54,12 @@ def run_demo() -> int:
                     proof = f"{certificate.contract}: {certificate.max_rel_diff:.0e} {verdict}"
                 status.update(f"train {job} under {strategy}")
                 options = TrainOptions(
-                    job=job, strategy=str(strategy), folder=str(Path(folder) / f"{job}-{number}"),
-                    stop_at_target=False, gate=False,
-                )  # fmt: skip
+                    job=job,
+                    strategy=str(strategy),
+                    folder=str(Path(folder) / f"{job}-{number}"),
+                    stop_at_target=False,
+                    gate=False,
+                )
                 outcome = run_ranks(train_run, options.to_json(), ranks=strategy.world)[0]
                 metrics = "  ".join(f"{name} {value:.3f}" for name, value in list(outcome["metrics"].items())[-1:])
                 sent = outcome["sent_bytes"] / 1e6

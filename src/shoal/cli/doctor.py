@@ -25,6 +25,7 @@ def doctor(
 
     console = Console(stderr=True)
     with console.status("...") as status:
+
         def doing(what: str) -> None:
             if console.is_terminal:
                 status.update(what)

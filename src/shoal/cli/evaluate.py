@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def evaluate_command(
-    run: str, *, strategy_text: str | None = None, as_json: bool = False, **options: Any
-) -> int:
+def evaluate_command(run: str, *, strategy_text: str | None = None, as_json: bool = False, **options: Any) -> int:
     """Evaluates on ranks of this machine and prints the metrics."""
     from rich.console import Console
 

@@ -19,9 +19,16 @@ STYLES = {"F": "bold blue", "B": "bold yellow", "W": "bold magenta", "idle": "di
 
 
 def explain_anything(
-    text: str, *, as_json: bool, world: int | None, timeline: bool, timeline_file: str | None,
-    strategy_text: str | None, size: str | None, picture_file: str | None = None,
-) -> None:  # fmt: skip
+    text: str,
+    *,
+    as_json: bool,
+    world: int | None,
+    timeline: bool,
+    timeline_file: str | None,
+    strategy_text: str | None,
+    size: str | None,
+    picture_file: str | None = None,
+) -> None:
     """A strategy, or a job where the text names one and is no strategy."""
     from shoal.cli.explain_job import explain_job
 
@@ -44,9 +51,12 @@ def explain_anything(
 
 
 def explain_strategy(
-    text: str, as_json: bool = False, world: int | None = None, timeline_file: str | None = None,
+    text: str,
+    as_json: bool = False,
+    world: int | None = None,
+    timeline_file: str | None = None,
     picture_file: str | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Print the description of a strategy, and draw its pipeline or its axes into the files that are named. A
     text that is none raises a StrategyError, ready to be shown.
     """

@@ -73,9 +73,13 @@ def _print_chain(console: Console, report: dict[str, Any]) -> None:
             like = "like blocks" if group["is_block"] else "alike"
             several = f": {group['count']} {like}" if group["count"] > 1 else ""
             table.add_row(
-                title if not number else "", span(group["first"], group["last"]) + several,
-                group["class"], short(group["parameters"]), f"{100 * group['cost_share']:.1f}%", _crossing(group),
-            )  # fmt: skip
+                title if not number else "",
+                span(group["first"], group["last"]) + several,
+                group["class"],
+                short(group["parameters"]),
+                f"{100 * group['cost_share']:.1f}%",
+                _crossing(group),
+            )
     console.print()
     pieces = len(report["pieces"])
     line = f"  {pieces} pieces; a pipeline can be cut at {report['cuts']} of {max(pieces - 1, 0)} places"

@@ -13,9 +13,16 @@ from typing import Any
 from shoal.api.drawable import MOST_BOXES, CannotDraw, require_drawable
 
 __all__ = [
-    "MOST_BOXES", "CannotDraw", "echoed", "emitter", "print_json", "require_drawable", "short", "write_file",
+    "MOST_BOXES",
+    "CannotDraw",
+    "echoed",
+    "emitter",
+    "print_json",
+    "require_drawable",
+    "short",
+    "write_file",
     "write_picture",
-]  # fmt: skip
+]
 
 
 @contextlib.contextmanager

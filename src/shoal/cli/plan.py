@@ -107,9 +107,17 @@ def _lines(rows: list[dict[str, Any]], *, errors: dict[str, Any], width: int) ->
     """(line, style) of a table. Strategies stand in its last column, or under their figures if that is too wide."""
     money = any(row.get("cost_in") == "money" for row in rows)
     energy = any(row.get("energy") for row in rows)
-    heads = ["", f"step ±{errors['step']:.0%}", "a device", "MFU", "to target", *(["cost"] if money else []),
-             *(["energy"] if energy else []),
-             f"memory ±{errors['memory']:.0%}", "of it"]  # fmt: skip
+    heads = [
+        "",
+        f"step ±{errors['step']:.0%}",
+        "a device",
+        "MFU",
+        "to target",
+        *(["cost"] if money else []),
+        *(["energy"] if energy else []),
+        f"memory ±{errors['memory']:.0%}",
+        "of it",
+    ]
     cells = []
     for number, row in enumerate(rows, start=1):
         label = row.get("family") or str(number)

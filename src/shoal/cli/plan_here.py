@@ -46,6 +46,4 @@ def print_here(report: dict[str, Any]) -> None:
         below = ", ".join(f"{name} {8e-9 * rate:.2g}" for name, rate in report["crossings_bytes_per_s"].items())
         console.print()
         console.print(Text("On two hosts, one rank each", style="bold"))
-        console.print(
-            Text(f"  Compression pays off below this inter-host bandwidth (Gb/s): {below}"), soft_wrap=True
-        )
+        console.print(Text(f"  Compression pays off below this inter-host bandwidth (Gb/s): {below}"), soft_wrap=True)

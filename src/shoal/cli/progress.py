@@ -83,10 +83,13 @@ class LiveProgress:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}  {task.fields[ms]} ms  {task.fields[rate]}"),
-            TextColumn("{task.fields[memory]}  left"), TimeRemainingColumn(),
-        )  # fmt: skip
+            TextColumn("{task.fields[memory]}  left"),
+            TimeRemainingColumn(),
+        )
         self.strategy = strategy
         self.task: Any = None
 
@@ -100,10 +103,13 @@ class LiveProgress:
                 self.task = self.progress.add_task(self.strategy, total=message["steps"], **nothing)
                 self.progress.start()
             self.progress.update(
-                self.task, completed=message["step"], loss=f"{message['loss']:.4f}",
-                ms=f"{1000 * message['step_s']:.0f}", rate=rate(message),
+                self.task,
+                completed=message["step"],
+                loss=f"{message['loss']:.4f}",
+                ms=f"{1000 * message['step_s']:.0f}",
+                rate=rate(message),
                 memory=f"{message['memory_bytes'] / 2**20:.0f} MiB{consistency(message)}",
-            )  # fmt: skip
+            )
         elif event in _WORDS:
             text = of_member(message) + _WORDS[event](message)
             self.progress.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -91,9 +91,7 @@ def train(
     log: Annotated[
         list[str] | None, typer.Option(help="Write curves also to csv, wandb or mlflow. May be given again.")
     ] = None,
-    prefetch: Annotated[
-        int, typer.Option(min=0, help="Steps whose batches are read while one computes; 0: none.")
-    ] = 0,
+    prefetch: Annotated[int, typer.Option(min=0, help="Steps whose batches are read while one computes; 0: none.")] = 0,
     loader_threads: Annotated[int, typer.Option(min=1, help="With --prefetch: threads that read, on each rank.")] = 1,
     loader_processes: Annotated[
         int, typer.Option(min=0, help="Processes that read instead, on each rank, for slow Python code.")
@@ -101,9 +99,7 @@ def train(
     bucket_mb: Annotated[
         float | None, typer.Option(min=0.0, help="Most megabytes of a bucket of gradients (default: 8).")
     ] = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="Run all steps even if the target is reached early.")
-    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Run all steps even if the target is reached early.")] = False,
     hang_after: Annotated[
         float, typer.Option(min=1.0, help="Seconds without progress after which a late rank is named.")
     ] = 300.0,
@@ -137,17 +133,47 @@ def train(
         raise typer.BadParameter("give a Python file that defines a job, or --resume RUN", param_hint="JOB")
     job = job_of(resume or "") if job is None else job
     options = TrainOptions(
-        job=job, strategy=strategy, size=size, steps=steps, global_batch=batch, seed=seed, folder=folder, resume=resume,
-        set=parse_settings(set_), growth=grow_batch, scale_rule=scale_rule, base_batch=base_batch, warmup=warmup,
-        go_on=go_on, start_from=start_from,
-        checkpoint_every=checkpoint_every, trace=trace, stop_at_target=not full, backend=backend, gate=not no_gate,
-        checkpoint_minutes=checkpoint_minutes, checkpoint_async=checkpoint_async, keep=keep or 2,
-        keep_best=keep_best or 0, weights_only=weights_only, patience=patience, monitor=monitor, better=better,
-        prefetch=prefetch, loader_threads=loader_threads, loader_processes=loader_processes, bucket_mb=bucket_mb,
-        min_delta=min_delta or 0.0, evaluate_every=evaluate_every, log=", ".join(log or ()) or None,
-        emulate=emulate, straggler="; ".join(straggler or ()) or None, fail="; ".join(fail or ()) or None,
-        rejoin=rejoin, join=join,
-    )  # fmt: skip
+        job=job,
+        strategy=strategy,
+        size=size,
+        steps=steps,
+        global_batch=batch,
+        seed=seed,
+        folder=folder,
+        resume=resume,
+        set=parse_settings(set_),
+        growth=grow_batch,
+        scale_rule=scale_rule,
+        base_batch=base_batch,
+        warmup=warmup,
+        go_on=go_on,
+        start_from=start_from,
+        checkpoint_every=checkpoint_every,
+        trace=trace,
+        stop_at_target=not full,
+        backend=backend,
+        gate=not no_gate,
+        checkpoint_minutes=checkpoint_minutes,
+        checkpoint_async=checkpoint_async,
+        keep=keep or 2,
+        keep_best=keep_best or 0,
+        weights_only=weights_only,
+        patience=patience,
+        monitor=monitor,
+        better=better,
+        prefetch=prefetch,
+        loader_threads=loader_threads,
+        loader_processes=loader_processes,
+        bucket_mb=bucket_mb,
+        min_delta=min_delta or 0.0,
+        evaluate_every=evaluate_every,
+        log=", ".join(log or ()) or None,
+        emulate=emulate,
+        straggler="; ".join(straggler or ()) or None,
+        fail="; ".join(fail or ()) or None,
+        rejoin=rejoin,
+        join=join,
+    )
     sys.exit(train_command(options, ranks=ranks, hang_after_s=hang_after, as_json=as_json))
 
 
@@ -224,9 +250,7 @@ def export(
     ] = "safetensors",
     out: Annotated[str | None, typer.Option(help="Where a format is written (default: in RUN/export).")] = None,
     step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint (default: the newest).")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Convert floating-point tensors: fp32, bf16, fp16 or fp64.")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Convert floating-point tensors: fp32, bf16, fp16 or fp64.")] = None,
     job: Annotated[str | None, typer.Option(help="The job's file, if it was moved since the run.")] = None,
     ema: Annotated[bool, typer.Option("--ema", help="Take the moving average of the weights (Job.ema).")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what lies at the path.")] = False,

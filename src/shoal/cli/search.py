@@ -57,17 +57,25 @@ def _print_front(found: Search, console: Any) -> None:
     from rich.table import Table
 
     options = found.results["options"]
-    table = Table(title=f"front, predicted for {options['cluster']}", title_justify="left", box=None,
-                  padding=(0, 2, 0, 0), header_style="dim")  # fmt: skip
+    table = Table(
+        title=f"front, predicted for {options['cluster']}",
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+    )
     for name in ("trial", options["metric"], "step", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("values")
     for row in found.front:
         known = row["predicted"]
         table.add_row(
-            str(row["trial"]), f"{row['value']:.4g}", f"{1000 * known['step_s']:.3g} ms",
-            f"{known['memory_bytes'] / 1e6:.3g} MB", words(row["params"]),
-        )  # fmt: skip
+            str(row["trial"]),
+            f"{row['value']:.4g}",
+            f"{1000 * known['step_s']:.3g} ms",
+            f"{known['memory_bytes'] / 1e6:.3g} MB",
+            words(row["params"]),
+        )
     console.print(table)
 
 
@@ -123,8 +131,9 @@ class LiveTrials:
         trials, options = results["trials"], results["options"]
         done = [row for row in trials if row["state"] not in ("running", "queued")]
         total = options["trials"] * (options["rounds"] if options["method"] == "pbt" else 1)
-        title = f"{len(done)} of {total}" + (f", retraining the best: step {self.winner[0]} of {self.winner[1]}"
-                                             if self.winner else "")  # fmt: skip
+        title = f"{len(done)} of {total}" + (
+            f", retraining the best: step {self.winner[0]} of {self.winner[1]}" if self.winner else ""
+        )
         style: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": "dim"}
         table = Table(title=title, title_justify="left", expand=True, **style)
         for name in ("trial", "", options["metric"]):

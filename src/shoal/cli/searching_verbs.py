@@ -28,8 +28,11 @@ def search(
     ] = None,
     strategy: Annotated[
         str | None,
-        typer.Option("--strategy", "-s", help="How each trial is trained (default: few wide or many narrow ones, by a "
-                     "prediction)."),
+        typer.Option(
+            "--strategy",
+            "-s",
+            help="How each trial is trained (default: few wide or many narrow ones, by a prediction).",
+        ),
     ] = None,
     metric: Annotated[
         str | None, typer.Option(help="Validation value to compare (default: that of the job's target, or the loss).")
@@ -43,13 +46,20 @@ def search(
     rounds: Annotated[int, typer.Option(min=1, help="PBT: parts of a trial between copies.")] = 4,
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", "-c", help="Also search for predicted step time and memory there: a preset such as "
-                     "dgx-a100, a TOML file, or this."),
+        typer.Option(
+            "--cluster",
+            "-c",
+            help="Also search for predicted step time and memory there: a preset such as "
+            "dgx-a100, a TOML file, or this.",
+        ),
     ] = None,
     memory_limit: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="With --cluster: memory of a device that every model must be predicted to "
-                     'fit, "8 GB" (default: what the device has).'),
+        typer.Option(
+            metavar="SIZE",
+            help="With --cluster: memory of a device that every model must be predicted to "
+            'fit, "8 GB" (default: what the device has).',
+        ),
     ] = None,
     folder: Annotated[str | None, typer.Option(help="Study and runs; the same search in it is resumed.")] = None,
     storage: Annotated[
@@ -66,9 +76,24 @@ def search(
 
     sys.exit(
         search_command(
-            space, as_json=as_json, method=method, trials=trials, devices=devices, strategy=strategy, metric=metric,
-            better=better, seed=seed, steps=steps, population=population, rounds=rounds, cluster=cluster,
-            memory_limit=memory_limit, folder=folder, storage=storage, study=study, retrain=retrain,
+            space,
+            as_json=as_json,
+            method=method,
+            trials=trials,
+            devices=devices,
+            strategy=strategy,
+            metric=metric,
+            better=better,
+            seed=seed,
+            steps=steps,
+            population=population,
+            rounds=rounds,
+            cluster=cluster,
+            memory_limit=memory_limit,
+            folder=folder,
+            storage=storage,
+            study=study,
+            retrain=retrain,
             keep_checkpoints=keep_checkpoints,
         )
-    )  # fmt: skip
+    )

@@ -42,9 +42,23 @@ def submit(
     from shoal.api.submit import submit as prepare
 
     submission = prepare(
-        job, strategy, on=on, nodes=nodes, folder=folder, name=name, cpus_per_rank=cpus_per_rank,
-        gpus_per_node=gpus_per_node, minutes=minutes, retries=retries, sbatch=sbatch or (), kind=kind, image=image,
-        claim=claim, mount=mount, secret=secret, options=context.args,
-    )  # fmt: skip
+        job,
+        strategy,
+        on=on,
+        nodes=nodes,
+        folder=folder,
+        name=name,
+        cpus_per_rank=cpus_per_rank,
+        gpus_per_node=gpus_per_node,
+        minutes=minutes,
+        retries=retries,
+        sbatch=sbatch or (),
+        kind=kind,
+        image=image,
+        claim=claim,
+        mount=mount,
+        secret=secret,
+        options=context.args,
+    )
     print(submission.send() if send else submission.text, end="\n" if send else "")
     sys.exit(0)

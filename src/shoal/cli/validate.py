@@ -11,9 +11,17 @@ from shoal.api.validate import validate
 MOST_REFUSED = 10
 """Rows without a prediction that are shown with their reason; all are counted."""
 COLUMNS = {
-    "n": "rows", "median_ape": "med", "mape": "MAPE", "bias": "bias", "within_20": "<20", "groups": "grp",
-    "regret_mean": "regret", "spearman": "rho", "memory_median_ape": "mem", "memory_mape": "mMAPE",
-}  # fmt: skip
+    "n": "rows",
+    "median_ape": "med",
+    "mape": "MAPE",
+    "bias": "bias",
+    "within_20": "<20",
+    "groups": "grp",
+    "regret_mean": "regret",
+    "spearman": "rho",
+    "memory_median_ape": "mem",
+    "memory_mape": "mMAPE",
+}
 
 
 def validate_file(path: str, *, predictions_file: str | None, as_json: bool) -> None:
@@ -52,10 +60,12 @@ def print_scores(report: dict[str, dict[str, Any]]) -> None:
         if labels:
             console.print(
                 f"{source}: out of memory: precision {labels['precision']} %, recall {labels['recall']} % of "
-                f"{labels['oom']} undoubted labels in {labels['n']} rows", soft_wrap=True,
-            )  # fmt: skip
+                f"{labels['oom']} undoubted labels in {labels['n']} rows",
+                soft_wrap=True,
+            )
         if plan:
             console.print(
                 f"{source}: best plan predicted to fit does not in {plan['oom_or_none']} of {plan['groups']} groups, "
-                f"regret {plan['regret_mean']} in the others", soft_wrap=True,
-            )  # fmt: skip
+                f"regret {plan['regret_mean']} in the others",
+                soft_wrap=True,
+            )

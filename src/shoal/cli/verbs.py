@@ -50,9 +50,15 @@ def explain(
     from shoal.cli.explain import explain_anything
 
     explain_anything(
-        what, as_json=as_json, world=ranks, timeline=timeline, timeline_file=timeline_file, strategy_text=strategy,
-        size=size, picture_file=picture,
-    )  # fmt: skip
+        what,
+        as_json=as_json,
+        world=ranks,
+        timeline=timeline,
+        timeline_file=timeline_file,
+        strategy_text=strategy,
+        size=size,
+        picture_file=picture,
+    )
 
 
 @app.command()
@@ -184,12 +190,29 @@ def plan(
 
     sys.exit(
         plan_command(
-            what, cluster=cluster, devices=devices, batch=batch, by=by, top=top, as_json=as_json, html_file=html,
-            run=run, sequence=sequence, precision=precision, price=price, watts=watts, kwh_price=kwh_price, pilot=pilot,
-            size=size, profile=profile, sync=sync, optimizer=optimizer, link=link,
+            what,
+            cluster=cluster,
+            devices=devices,
+            batch=batch,
+            by=by,
+            top=top,
+            as_json=as_json,
+            html_file=html,
+            run=run,
+            sequence=sequence,
+            precision=precision,
+            price=price,
+            watts=watts,
+            kwh_price=kwh_price,
+            pilot=pilot,
+            size=size,
+            profile=profile,
+            sync=sync,
+            optimizer=optimizer,
+            link=link,
             straggler=straggler or (),
         )
-    )  # fmt: skip
+    )
 
 
 @app.command()
@@ -218,9 +241,21 @@ def simulate(
 
     sys.exit(
         simulate_command(
-            what, strategy=strategy, cluster=cluster, devices=devices, batch=batch, steps=steps,
-            straggler=straggler or (), link=link or (), noise=noise, seed=seed, mtbf_hours=mtbf_hours,
-            checkpoint_seconds=checkpoint_seconds, restart_seconds=restart_seconds, trace_file=perfetto, svg_file=svg,
+            what,
+            strategy=strategy,
+            cluster=cluster,
+            devices=devices,
+            batch=batch,
+            steps=steps,
+            straggler=straggler or (),
+            link=link or (),
+            noise=noise,
+            seed=seed,
+            mtbf_hours=mtbf_hours,
+            checkpoint_seconds=checkpoint_seconds,
+            restart_seconds=restart_seconds,
+            trace_file=perfetto,
+            svg_file=svg,
             as_json=as_json,
         )
-    )  # fmt: skip
+    )

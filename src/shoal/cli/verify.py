@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def verify_command(
-    job: str, text: str, *, steps: int, size: str | None, changed: dict[str, Any], as_json: bool
-) -> int:
+def verify_command(job: str, text: str, *, steps: int, size: str | None, changed: dict[str, Any], as_json: bool) -> int:
     from rich.console import Console
 
     from shoal.api.known import require_known

@@ -54,8 +54,13 @@ class Device:
 
     def peak(self, precision: str) -> float:
         """Peak in a precision; one that the device lacks runs in the nearest wider format that it has."""
-        wider = {"fp8": ("fp8", "bf16", "fp16"), "bf16": ("bf16", "fp16"), "fp16": ("fp16", "bf16"),
-                 "tf32": ("tf32",), "fp32": ("fp32",)}[precision]  # fmt: skip
+        wider = {
+            "fp8": ("fp8", "bf16", "fp16"),
+            "bf16": ("bf16", "fp16"),
+            "fp16": ("fp16", "bf16"),
+            "tf32": ("tf32",),
+            "fp32": ("fp32",),
+        }[precision]
         for format_ in (*wider, "tf32", "fp32"):
             if format_ in self.peak_flops:
                 return self.peak_flops[format_]

@@ -18,11 +18,16 @@ def _device(name: str, row: dict[str, Any]) -> Device:
     peaks = {"fp32": row["fp32"], **dict.fromkeys(halves, row["half"])}
     peaks |= {precision: row[precision] for precision in ("tf32", "fp8") if precision in row}
     return Device(
-        name=name, peak_flops={precision: peak * T for precision, peak in peaks.items()},
+        name=name,
+        peak_flops={precision: peak * T for precision, peak in peaks.items()},
         matmul_flops={halves[-1]: row["measured"] * T} if "measured" in row else {},
-        memory_bytes=row["memory_gb"] * GB, memory_bytes_per_s=row["memory_tb_s"] * T, sms=row["sms"],
-        origin=row["origin"], domain=row.get("domain", 0), watts=row.get("watts"),
-    )  # fmt: skip
+        memory_bytes=row["memory_gb"] * GB,
+        memory_bytes_per_s=row["memory_tb_s"] * T,
+        sms=row["sms"],
+        origin=row["origin"],
+        domain=row.get("domain", 0),
+        watts=row.get("watts"),
+    )
 
 
 DEVICES = tuple(_device(name, row) for name, row in read_toml(Path(__file__).with_name("devices.toml")).items())
@@ -57,8 +62,15 @@ def device(name: str) -> Device:
 
 def _preferred(same: list[Device], *, by_bus: bool, half: bool) -> Device:
     """Of several parts of one name the largest on a module, which is what clusters are built of, by default."""
-    return min(same, key=lambda each: (("PCIe" in each.name) != by_bus, "500W" in each.name,
-                                       ("per GCD" in each.name) != half, -each.memory_bytes))  # fmt: skip
+    return min(
+        same,
+        key=lambda each: (
+            ("PCIe" in each.name) != by_bus,
+            "500W" in each.name,
+            ("per GCD" in each.name) != half,
+            -each.memory_bytes,
+        ),
+    )
 
 
 def _folded(name: str) -> str:

@@ -42,11 +42,20 @@ class Preset:
 PRESETS = {name: Preset(**row) for name, row in read_toml(Path(__file__).with_name("clusters.toml")).items()}
 
 ALIASES = {
-    "v100": "dgx-1-v100", "v100-16": "dgx-1-v100", "v100-32": "dgx-1-v100-32", "a100": "dgx-a100",
+    "v100": "dgx-1-v100",
+    "v100-16": "dgx-1-v100",
+    "v100-32": "dgx-1-v100-32",
+    "a100": "dgx-a100",
     "a100-80": "dgx-a100",
-    "a100-40": "dgx-a100-40", "h100": "dgx-h100", "h200": "dgx-h200", "b200": "dgx-b200", "gb200": "gb200-nvl72",
-    "mi250x": "frontier", "ethernet": "cloud-10gbe", "10gbe": "cloud-10gbe",
-}  # fmt: skip
+    "a100-40": "dgx-a100-40",
+    "h100": "dgx-h100",
+    "h200": "dgx-h200",
+    "b200": "dgx-b200",
+    "gb200": "gb200-nvl72",
+    "mi250x": "frontier",
+    "ethernet": "cloud-10gbe",
+    "10gbe": "cloud-10gbe",
+}
 
 
 def cluster(name: str, *, devices: int | None = None) -> Cluster:
@@ -84,10 +93,14 @@ def cluster_here() -> Cluster:
         raise BadCluster("this machine has not been calibrated; run `shoal calibrate` first")
     rate = machine.products["linear"].forward.flops
     part = Device(
-        name="this machine", peak_flops={"fp32": rate}, matmul_flops={"fp32": rate},
-        memory_bytes=machine.memory_bytes / machine.ranks, memory_bytes_per_s=machine.memory_bytes_per_s, sms=1,
+        name="this machine",
+        peak_flops={"fp32": rate},
+        matmul_flops={"fp32": rate},
+        memory_bytes=machine.memory_bytes / machine.ranks,
+        memory_bytes_per_s=machine.memory_bytes_per_s,
+        sms=1,
         origin="shoal calibrate",
-    )  # fmt: skip
+    )
     link = found.links.inside
     level = Level(ranks=machine.ranks, bytes_per_s=1 / link.byte_s, latency_s=link.latency_s)
     return Cluster(name=THIS, device=part, levels=(level,), devices=machine.ranks)

@@ -63,11 +63,16 @@ def cluster_of(file: ClusterFile, *, name: str) -> Cluster:
 
 def _device(table: DeviceTable) -> Device:
     return Device(
-        name=table.name, sms=table.sms, domain=table.domain, watts=table.watts, origin="the user's file",
+        name=table.name,
+        sms=table.sms,
+        domain=table.domain,
+        watts=table.watts,
+        origin="the user's file",
         peak_flops={precision: tflops * 1e12 for precision, tflops in table.peak_tflops.items()},
         matmul_flops={precision: tflops * 1e12 for precision, tflops in table.matmul_tflops.items()},
-        memory_bytes=table.memory_bytes, memory_bytes_per_s=table.memory_bytes_per_s,
-    )  # fmt: skip
+        memory_bytes=table.memory_bytes,
+        memory_bytes_per_s=table.memory_bytes_per_s,
+    )
 
 
 def _doubts_of_links(where: str, gb_per_s: float | None, levels: list[Level]) -> list[str]:

@@ -48,9 +48,13 @@ class ShoalGroup(Reductions, Exchanges):
         self._enter("scatter", self._size * 8 * self._size)
         seconds = timeout.total_seconds() if timeout is not None and timeout > NO_TIMEOUT else self._timeout_s
         monitored_barrier(
-            self.messages, self._rank, self._size,
-            number=self._monitored, timeout_s=seconds, wait_all_ranks=wait_all_ranks,
-        )  # fmt: skip
+            self.messages,
+            self._rank,
+            self._size,
+            number=self._monitored,
+            timeout_s=seconds,
+            wait_all_ranks=wait_all_ranks,
+        )
 
     # Between two
 
@@ -80,4 +84,4 @@ def create(options: Any, _: Any) -> ShoalGroup:
         network = network_like(emulated.emulator.emulation, network)
     return ShoalGroup(
         options.store, options.group_rank, options.group_size, options.group_id, options.timeout, network, ranks
-    )  # fmt: skip
+    )

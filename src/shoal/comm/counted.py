@@ -60,9 +60,13 @@ class CountedGroup(dist.ProcessGroup):
 
     def _enter(self, kind: str, payload_bytes: int, algorithm: Algorithm = None) -> None:
         BOOK.enter(
-            axis=self.axis, kind=kind, payload_bytes=payload_bytes, ranks=self._size, group=self.label,
+            axis=self.axis,
+            kind=kind,
+            payload_bytes=payload_bytes,
+            ranks=self._size,
+            group=self.label,
             algorithm=algorithm,
-        )  # fmt: skip
+        )
 
 
 def _refused(method: str) -> Callable[..., Any]:

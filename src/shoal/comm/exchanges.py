@@ -71,9 +71,13 @@ class Exchanges(LinkedGroup):
         return self.start("all_gather", steps(), tensors_of([output for output, _ in pairs]), opts)
 
     def all_to_all_single(
-        self, output: torch.Tensor, input: torch.Tensor, output_split_sizes: Any = (), input_split_sizes: Any = (),
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = (),
+        input_split_sizes: Any = (),
         opts: Any = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         into, given = Flat(output), Flat(input)
         coming = parts_by_rows(into, output_split_sizes or (), self._size)
         going = parts_by_rows(given, input_split_sizes or (), self._size)
@@ -140,5 +144,15 @@ class Exchanges(LinkedGroup):
         return self.start("scatter", steps(), [into.given], opts)
 
 
-also_by_name(Exchanges, "allgather", "all_gather_single", "_allgather_base", "all_to_all_single", "alltoall_base",
-             "alltoall", "broadcast", "gather", "scatter")  # fmt: skip
+also_by_name(
+    Exchanges,
+    "allgather",
+    "all_gather_single",
+    "_allgather_base",
+    "all_to_all_single",
+    "alltoall_base",
+    "alltoall",
+    "broadcast",
+    "gather",
+    "scatter",
+)

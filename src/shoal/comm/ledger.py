@@ -15,8 +15,19 @@ from typing import Any
 
 from shoal.comm.wire import Algorithm, sent
 
-PHASES = ("setup", "shapes", "agreement", "forward", "backward", "gradient", "optimizer", "loss", "outer", "evaluate",
-          "checkpoint")  # fmt: skip
+PHASES = (
+    "setup",
+    "shapes",
+    "agreement",
+    "forward",
+    "backward",
+    "gradient",
+    "optimizer",
+    "loss",
+    "outer",
+    "evaluate",
+    "checkpoint",
+)
 
 
 @dataclass(frozen=True, slots=True, order=True)

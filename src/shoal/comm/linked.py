@@ -49,9 +49,15 @@ class LinkedGroup(CountedGroup):
         """The all-reduce algorithm of this group; `via=allreduce(...)` names one."""
         carrier = os.environ.get("SHOAL_CARRIER", "auto")
         joined = connect(
-            store, rank, size, channels=2, token=job_token() if size > 1 else b"", name=name, timeout=timeout,
+            store,
+            rank,
+            size,
+            channels=2,
+            token=job_token() if size > 1 else b"",
+            name=name,
+            timeout=timeout,
             carrier=carrier,
-        )  # fmt: skip
+        )
         note_ranks_here(max(len(host) for host in joined.hosts))
         collective, messages = joined.channels
         hosts = joined.hosts

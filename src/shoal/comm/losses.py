@@ -39,9 +39,13 @@ class Losses:
         self._round = 0
 
     def together(
-        self, act: Callable[[], T], *, undo: Callable[[], None], lose: Callable[[list[int], str], None],
+        self,
+        act: Callable[[], T],
+        *,
+        undo: Callable[[], None],
+        lose: Callable[[list[int], str], None],
         break_off: Callable[[], None] = lambda: None,
-    ) -> T:  # fmt: skip
+    ) -> T:
         """Does `act` with all ranks that are left; where ranks are lost meanwhile, `undo`, `lose` and `act` again. The
         first to notice breaks off what it does, so that no rank waits for it."""
         while True:
@@ -65,9 +69,12 @@ class Losses:
             undo()
             lose(lost, reason)
             ended_s = min(path.stat().st_mtime for path in self.folder.iterdir() if int(path.name) in lost)
-            self.times.append({
-                "detection_s": max(0.0, noticed_s - ended_s), "agreement_s": time.time() - max(noticed_s, ended_s),
-            })  # fmt: skip
+            self.times.append(
+                {
+                    "detection_s": max(0.0, noticed_s - ended_s),
+                    "agreement_s": time.time() - max(noticed_s, ended_s),
+                }
+            )
 
     def _reported(self) -> dict[int, str]:
         """Lost ranks -> why, as far as this is known here."""

@@ -50,9 +50,12 @@ def ask(messages: PointToPoint, partner: int, question: PackedMessage, reply: Pa
 
 
 def answers(
-    messages: PointToPoint, question: PackedMessage, reply: Callable[[int, PackedMessage], PackedMessage], *,
+    messages: PointToPoint,
+    question: PackedMessage,
+    reply: Callable[[int, PackedMessage], PackedMessage],
+    *,
     background: bool = True,
-) -> Iterator[Task]:  # fmt: skip
+) -> Iterator[Task]:
     """Answers whatever rank asks, one after the other and without end; `reply(rank, question)` is what it is sent.
     `background`: messages move while no thread waits for them."""
     while True:

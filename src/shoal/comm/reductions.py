@@ -143,5 +143,12 @@ class Reductions(LinkedGroup):
         return [Flat(tensor) for tensor in given]
 
 
-also_by_name(Reductions, "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single",
-             "_reduce_scatter_base")  # fmt: skip
+also_by_name(
+    Reductions,
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "_reduce_scatter_base",
+)

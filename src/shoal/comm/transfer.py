@@ -15,8 +15,16 @@ from shoal.comm.transport.link import ALIGN, Bytes, Link
 from shoal.comm.vector import Operation, Vector
 
 KINDS = (
-    "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter", "barrier",
-)  # fmt: skip
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
+)
 
 HEADER = Struct("<IIQ")
 """Number of the collective in its group, its kind, bytes that follow. As long as ALIGN."""
@@ -227,8 +235,10 @@ class Receive:
                 f"rank {self.link.peer} sent {size} bytes of {theirs}, its collective number {number} in this group, "
                 f"while this rank expects {mine[2]} bytes of {KINDS[mine_kind]}, its number {mine[0]}. Ranks of a "
                 "group must call the same collectives in the same order, with tensors of the same size.",
-                self.link.peer, tag, mine_tag,
-            )  # fmt: skip
+                self.link.peer,
+                tag,
+                mine_tag,
+            )
 
 
 def zero_copy(header: bytes) -> bytes:

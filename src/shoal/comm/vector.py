@@ -19,10 +19,17 @@ from shoal.comm.transport.link import NO_BYTES, Bytes
 from shoal.common.numbers import even_part
 
 _AS_NUMPY: dict[torch.dtype, Any] = {
-    torch.float32: np.float32, torch.float64: np.float64, torch.int8: np.int8, torch.uint8: np.uint8,
-    torch.int16: np.int16, torch.int32: np.int32, torch.int64: np.int64, torch.bool: np.bool_,
-    torch.complex64: np.complex64, torch.complex128: np.complex128,
-}  # fmt: skip
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+    torch.int16: np.int16,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.bool: np.bool_,
+    torch.complex64: np.complex64,
+    torch.complex128: np.complex128,
+}
 
 _memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_at.restype = ctypes.py_object

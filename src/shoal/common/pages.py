@@ -14,8 +14,9 @@ from typing import Any
 SHARED = Path(__file__).with_name("page")
 
 
-def render(template: Path, *, data: Any, script: Path, title: str, subtitle: str, style: Path | None = None,
-           **values: Any) -> str:  # fmt: skip
+def render(
+    template: Path, *, data: Any, script: Path, title: str, subtitle: str, style: Path | None = None, **values: Any
+) -> str:
     """The page.
 
     Args:
@@ -32,12 +33,16 @@ def render(template: Path, *, data: Any, script: Path, title: str, subtitle: str
     text = json.dumps(data, allow_nan=False)
     styles = [SHARED / "look.css", *([style] if style is not None else [])]
     return rendered(
-        template.name, template.parent, title=title, subtitle=subtitle, **values,
+        template.name,
+        template.parent,
+        title=title,
+        subtitle=subtitle,
+        **values,
         style=Markup("".join(path.read_text(encoding="utf-8") for path in styles)),
         scripts=[Markup(path.read_text(encoding="utf-8")) for path in (SHARED / "plots.js", script)],
         # Markup in the data stays data: no "<" is left in it.
         data=Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")),
-    )  # fmt: skip
+    )
 
 
 def rendered(name: str, *folders: Path, **values: Any) -> str:
@@ -45,7 +50,10 @@ def rendered(name: str, *folders: Path, **values: Any) -> str:
     import jinja2
 
     templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([*folders, SHARED]), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        loader=jinja2.FileSystemLoader([*folders, SHARED]),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
+    )
     return templates.get_template(name).render(**values)

@@ -16,9 +16,15 @@ class PrintedTable:
         title, heads, rows = self._table()
         lines = [list(heads), *(list(row) for row in rows)]
         wide = [max(len(line[place]) for line in lines) for place in range(len(heads))]
-        return "\n".join([title, *(
-            "  " + "  ".join(cell.ljust(room) for cell, room in zip(line, wide, strict=True)).rstrip() for line in lines
-        )])  # fmt: skip
+        return "\n".join(
+            [
+                title,
+                *(
+                    "  " + "  ".join(cell.ljust(room) for cell, room in zip(line, wide, strict=True)).rstrip()
+                    for line in lines
+                ),
+            ]
+        )
 
     def _repr_html_(self) -> str:
         from shoal.common.pages import rendered

@@ -20,6 +20,6 @@ def nearest_name(wrong: str, valid: Iterable[str], *, near: float = NEAR) -> str
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """" (did you mean 'dgx-a100'?)", to follow the wrong name; empty if no valid name is near."""
+    """The text " (did you mean 'dgx-a100'?)", to follow the wrong name; empty if no valid name is near."""
     near = nearest_name(wrong, valid)
     return f" (did you mean {near!r}?)" if near is not None else ""

@@ -20,13 +20,20 @@ def beside(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             if not _same(own, peer):
                 continue
             speed, memory = peer["step_s"] / own["step_s"], own["memory_bytes"] / max(1.0, peer["memory_bytes"])
-            found.append({
-                "name": own["name"], "peer": peer["name"], "ranks": own["ranks"], "speed": speed, "memory": memory,
-                # Of a quotient: relative spreads add up in squares.
-                "speed_spread": speed * (_part(own, "step") ** 2 + _part(peer, "step") ** 2) ** 0.5,
-                "own_final": own["final"], "peer_final": peer["final"],
-                "why": own["held_back"] if speed < 1 else None,
-            })  # fmt: skip
+            found.append(
+                {
+                    "name": own["name"],
+                    "peer": peer["name"],
+                    "ranks": own["ranks"],
+                    "speed": speed,
+                    "memory": memory,
+                    # Of a quotient: relative spreads add up in squares.
+                    "speed_spread": speed * (_part(own, "step") ** 2 + _part(peer, "step") ** 2) ** 0.5,
+                    "own_final": own["final"],
+                    "peer_final": peer["final"],
+                    "why": own["held_back"] if speed < 1 else None,
+                }
+            )
     return found
 
 
@@ -45,8 +52,12 @@ def beside_lines(pairs: Sequence[Mapping[str, Any]]) -> list[str]:
     """As Markdown."""
     if not pairs:
         return []
-    lines = ["### Beside the framework that does the same", "", "| strategy | framework | ranks | throughput over its "
-             "| memory over its | final, both | held back by |", "|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        "### Beside the framework that does the same",
+        "",
+        "| strategy | framework | ranks | throughput over its | memory over its | final, both | held back by |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for each in pairs:
         finals = [f"{value:.4g}" if value is not None else "-" for value in (each["own_final"], each["peer_final"])]
         speed = f"{each['speed']:.2f}" + (f" ± {each['speed_spread']:.2f}" if each["speed_spread"] else "")

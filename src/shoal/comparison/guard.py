@@ -50,7 +50,12 @@ class Seen:
 
 
 def judge(
-    runs: Sequence[Seen], references: Sequence[Seen], *, exact: bool, follows: bool, warmup: int,
+    runs: Sequence[Seen],
+    references: Sequence[Seen],
+    *,
+    exact: bool,
+    follows: bool,
+    warmup: int,
     reads_alike: bool = True,
 ) -> list[Finding]:
     """All findings of one contestant on one number of ranks.
@@ -128,10 +133,12 @@ def _optimizers(run: Seen, reference: Seen) -> list[Finding]:
     state = {dtype for each in found.values() for dtype in each["state"]}
     expected = {dtype for each in due.values() for dtype in each["state"]}
     if state - expected:
-        problems.append(_breach(
-            "optimizer-state", f"optimiser state is {', '.join(sorted(state))}, in the reference "
-            f"{', '.join(sorted(expected))}",
-        ))  # fmt: skip
+        problems.append(
+            _breach(
+                "optimizer-state",
+                f"optimiser state is {', '.join(sorted(state))}, in the reference {', '.join(sorted(expected))}",
+            )
+        )
     extra, missing = sorted(found.keys() - due.keys()), sorted(due.keys() - found.keys())
     if extra and not missing:
         problems.append(_breach("outer-optimizer", f"{extra[0]} steps as well, which the reference has not"))
@@ -168,10 +175,13 @@ def _first_losses(run: Seen, reference: Seen) -> list[Finding]:
     for step, (loss, due) in enumerate(pairs, start=1):
         if not abs(loss - due) <= FOLLOWED * max(abs(due), 1e-6):
             what = "another model, loss or batch" if step == 1 else "another update"
-            return [_breach(
-                "first-losses", f"the loss of step {step} is {loss:.5f}, the reference's {due:.5f} (seed {run.seed}): "
-                f"it computes {what}",
-            )]  # fmt: skip
+            return [
+                _breach(
+                    "first-losses",
+                    f"the loss of step {step} is {loss:.5f}, the reference's {due:.5f} (seed {run.seed}): "
+                    f"it computes {what}",
+                )
+            ]
     return []
 
 

@@ -44,15 +44,23 @@ def inspect(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
         adapter = None if _is_strategy(name) else adapter_of(name)
         titles[name] = [adapter.title, adapter.same_as, adapter.exact] if adapter is not None else None
     return {
-        "name": job.name, "batch": job.global_batch, "steps": job.steps, "samples": len(job.train),
+        "name": job.name,
+        "batch": job.global_batch,
+        "steps": job.steps,
+        "samples": len(job.train),
         "parameters": sum(each.numel() for each in model.parameters()),
-        "counted_per_sample": float(count) / samples, "flops_per_sample": counter.get_total_flops() / samples,
-        "batch_norm": bool(batch_norms(model)), "evaluate_every": job.evaluate_every,
+        "counted_per_sample": float(count) / samples,
+        "flops_per_sample": counter.get_total_flops() / samples,
+        "batch_norm": bool(batch_norms(model)),
+        "evaluate_every": job.evaluate_every,
         "target": None if job.target is None else [job.target.metric, job.target.value, job.target.better],
-        "clip": job.clip, "predicted": predicted_steps(job, settings["contestants"]), "refused": refused,
-        "titles": titles, "peak_flops_per_s": measure_peak(),
+        "clip": job.clip,
+        "predicted": predicted_steps(job, settings["contestants"]),
+        "refused": refused,
+        "titles": titles,
+        "peak_flops_per_s": measure_peak(),
         "environment": environment(),
-    }  # fmt: skip
+    }
 
 
 def predicted_steps(job: Job, names: Mapping[str, Any]) -> dict[str, float | None]:

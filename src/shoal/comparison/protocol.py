@@ -136,9 +136,7 @@ def check(question: Protocol) -> None:
                 )
 
 
-def compare(
-    question: Protocol, folder: Path, *, listen: Listener, minutes: float | None = None
-) -> dict[str, Any]:
+def compare(question: Protocol, folder: Path, *, listen: Listener, minutes: float | None = None) -> dict[str, Any]:
     """Makes all runs that are missing in the folder. Returns what `comparison.json` holds.
 
     Args:
@@ -158,11 +156,13 @@ def compare(
             listen({"text": f"looking at {job}"})
             jobs[job] = _inspected(question, job, names)
     comparison = {
-        "question": question.to_json(), "contestants": names, "jobs": jobs,
+        "question": question.to_json(),
+        "contestants": names,
+        "jobs": jobs,
         "environment": next(iter(jobs.values()))["environment"],
         "machine": {"processor": _processor(), "system": platform.platform()},
         "started": known.get("started") or time.strftime("%Y-%m-%d %H:%M:%S"),
-    }  # fmt: skip
+    }
     write_json(folder / COMPARISON, comparison)
     cells = cells_of(question, names, jobs)
     progress = Progress(total=len(cells), listen=listen)
@@ -205,24 +205,33 @@ def changes_of(question: Protocol, job: Mapping[str, Any] | None, ranks: int, se
     # Synchronous batch norm exists for accelerators only in PyTorch: statistics of each replica, for all.
     norm = "local" if job is not None and job["batch_norm"] else None
     return {
-        "steps": question.steps, "global_batch": batch, "seed": seed, "evaluate_every": question.evaluate_every,
+        "steps": question.steps,
+        "global_batch": batch,
+        "seed": seed,
+        "evaluate_every": question.evaluate_every,
         "batch_norm": norm,
-    }  # fmt: skip
+    }
 
 
 def _inspected(question: Protocol, job: str, names: Sequence[str]) -> dict[str, Any]:
     worlds = {name: worlds_of(question, name) for name in names}
     found: dict[str, Any] = run_ranks(
-        "shoal.comparison.inspecting:inspect", {
-            "job": job, "contestants": worlds, "changes": {**changes_of(question, None, 1, 0), "seed": None},
-        }, ranks=1,
-    )[0]  # fmt: skip
+        "shoal.comparison.inspecting:inspect",
+        {
+            "job": job,
+            "contestants": worlds,
+            "changes": {**changes_of(question, None, 1, 0), "seed": None},
+        },
+        ranks=1,
+    )[0]
     if question.emulate is not None:
         why = "links are emulated for Shoal's own backend only"
         found["refused"] |= {
-            f"{name}@{world}": why for name in names if not is_strategy(name) and name != REFERENCE
+            f"{name}@{world}": why
+            for name in names
+            if not is_strategy(name) and name != REFERENCE
             for world in worlds[name]
-        }  # fmt: skip
+        }
     return found
 
 
@@ -259,9 +268,13 @@ def _run(question: Protocol, cell: Cell, folder: Path, progress: Progress) -> No
     own = is_strategy(cell.contestant)
     known = read_json(folder / COMPARISON)["jobs"][cell.job]
     settings = {
-        "job": cell.job, "contestant": cell.contestant, "folder": str(place), "emulate": question.emulate,
-        "shares": cell.shares, "changes": changes_of(question, known, max(cell.ranks, cell.shares), cell.seed),
-    }  # fmt: skip
+        "job": cell.job,
+        "contestant": cell.contestant,
+        "folder": str(place),
+        "emulate": question.emulate,
+        "shares": cell.shares,
+        "changes": changes_of(question, known, max(cell.ranks, cell.shares), cell.seed),
+    }
 
     def listen(rank: int, message: dict[str, Any]) -> None:
         if message.get("event") == "stopping":
@@ -286,9 +299,13 @@ def _note_failure(place: Path, cell: Cell, reason: str) -> None:
         known = read_json(place / RUN)
     except RunBroken:
         known = {
-            "job": cell.job, "strategy": cell.contestant, "contract": "", "world": cell.ranks, "seed": cell.seed,
+            "job": cell.job,
+            "strategy": cell.contestant,
+            "contract": "",
+            "world": cell.ranks,
+            "seed": cell.seed,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S"),
-        }  # fmt: skip
+        }
     write_json(place / RUN, {**known, "status": "failed", "reason": reason})
 
 

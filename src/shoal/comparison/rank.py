@@ -54,9 +54,15 @@ def run_shoal(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
 
     job = watched(job_of(settings), losses=False)
     options = TrainOptions(
-        job=named(job), strategy=settings["contestant"], folder=settings["folder"], checkpoint_every=0, gate=False,
-        stop_at_target=False, emulate=settings["emulate"], prefetch=0,
-    )  # fmt: skip
+        job=named(job),
+        strategy=settings["contestant"],
+        folder=settings["folder"],
+        checkpoint_every=0,
+        gate=False,
+        stop_at_target=False,
+        emulate=settings["emulate"],
+        prefetch=0,
+    )
     check(options, None)
     me = join(emulate=options.emulate)
     link, load = measure_link(me.world), machine_load()
@@ -105,8 +111,13 @@ def run_framework(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
     run = FrameworkRun(plain, job, _built(adapter, job, place, settings), place, settings, channel)
     run.go()
     facts = {
-        **watch.facts(), "link": link, "load": load, "start": run.start, "end": run.end, "threads": _threads(),
-    }  # fmt: skip
+        **watch.facts(),
+        "link": link,
+        "load": load,
+        "start": run.start,
+        "end": run.end,
+        "threads": _threads(),
+    }
     leave()
     return facts
 
@@ -131,9 +142,14 @@ class FrameworkRun:
         self.recorder: Recorder | None = None
         if place.rank == 0:
             self.recorder = Recorder(
-                Path(settings["folder"]), job_name=plain.name, strategy=settings["contestant"], world=place.world,
-                seed=plain.seed, arguments={"job": settings["job"], **settings["changes"]}, contract="",
-            )  # fmt: skip
+                Path(settings["folder"]),
+                job_name=plain.name,
+                strategy=settings["contestant"],
+                world=place.world,
+                seed=plain.seed,
+                arguments={"job": settings["job"], **settings["changes"]},
+                contract="",
+            )
         self.start = hashed(trainee.parameters())
         self.end: dict[str, list[str]] = {}
 
@@ -158,10 +174,15 @@ class FrameworkRun:
             following = order.next(counter)
             samples, counter = following - counter, following
             self.train_s += seconds
-            self.rows.append({
-                "step": step + 1, "samples": counter, "step_s": seconds, "samples_per_s": samples / seconds,
-                "train_s": self.train_s,
-            })  # fmt: skip
+            self.rows.append(
+                {
+                    "step": step + 1,
+                    "samples": counter,
+                    "step_s": seconds,
+                    "samples_per_s": samples / seconds,
+                    "train_s": self.train_s,
+                }
+            )
             beat()
             if self.place.rank == 0 and time.monotonic() - said > SAY_S:
                 said = time.monotonic()
@@ -175,9 +196,12 @@ class FrameworkRun:
         if self.recorder is not None:
             steady = [row["step_s"] for row in self.rows[1:]] or [row["step_s"] for row in self.rows]
             outcome = {
-                "step": job.steps, "steps": job.steps, "train_s": self.train_s, "metrics": self.metrics,
+                "step": job.steps,
+                "steps": job.steps,
+                "train_s": self.train_s,
+                "metrics": self.metrics,
                 "step_s": statistics.median(steady) if steady else None,
-            }  # fmt: skip
+            }
             self.recorder.close("finished", outcome)
 
     def _flush(self) -> None:

@@ -1,5 +1,4 @@
-"""The report of a comparison: one HTML file that works offline, and the same figures as JSON, CSV and Markdown.
-"""
+"""The report of a comparison: one HTML file that works offline, and the same figures as JSON, CSV and Markdown."""
 
 from __future__ import annotations
 
@@ -17,12 +16,42 @@ from shoal.training.record.run import plain
 
 PAGE = Path(__file__).with_name("page")
 COLUMNS = (
-    "job", "name", "title", "ranks", "verdict", "contract", "time_to_target_s", "steps_to_target", "epochs_to_target",
-    "final", "final_spread", "step_s", "step_spread_s", "epoch_s", "global_batch", "samples_per_s", "tokens_per_s",
-    "speedup_own", "speedup_best", "efficiency", "scaling", "utilisation", "imbalance", "memory_bytes", "held_bytes",
-    "sent_bytes", "sent_messages", "wire_s", "compression", "predicted_bytes", "predicted_step_s", "staleness_mean",
-    "staleness_max", "divergence", "seeds",
-)  # fmt: skip
+    "job",
+    "name",
+    "title",
+    "ranks",
+    "verdict",
+    "contract",
+    "time_to_target_s",
+    "steps_to_target",
+    "epochs_to_target",
+    "final",
+    "final_spread",
+    "step_s",
+    "step_spread_s",
+    "epoch_s",
+    "global_batch",
+    "samples_per_s",
+    "tokens_per_s",
+    "speedup_own",
+    "speedup_best",
+    "efficiency",
+    "scaling",
+    "utilisation",
+    "imbalance",
+    "memory_bytes",
+    "held_bytes",
+    "sent_bytes",
+    "sent_messages",
+    "wire_s",
+    "compression",
+    "predicted_bytes",
+    "predicted_step_s",
+    "staleness_mean",
+    "staleness_max",
+    "divergence",
+    "seeds",
+)
 FILES = ("report.html", "report.json", "report.csv", "report.md")
 
 
@@ -30,9 +59,11 @@ def write_report(results: Mapping[str, Any], folder: Path, *, commands: Sequence
     """Writes all forms into the folder; the path of the page."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = (
-        page(results, commands), json.dumps(plain(results), indent=1, allow_nan=False) + "\n", as_csv(results),
+        page(results, commands),
+        json.dumps(plain(results), indent=1, allow_nan=False) + "\n",
+        as_csv(results),
         as_markdown(results, commands),
-    )  # fmt: skip
+    )
     for name, text in zip(FILES, texts, strict=True):
         (folder / name).write_text(text, encoding="utf-8")
     return folder / FILES[0]
@@ -43,10 +74,15 @@ def page(results: Mapping[str, Any], commands: Sequence[str] = ()) -> str:
     jobs = [{**job, "rows": [_for_page(row) for row in job["rows"]]} for job in results["jobs"]]
     data = plain({"jobs": jobs, "warmup": WARMUP_STEPS, "weak": _question(results).get("per_rank", False)})
     return render(
-        PAGE / "report.html.j2", data=data, script=PAGE / "report.js", title=title_of(results),
-        subtitle=subtitle_of(results), protocol=protocol_words(results), environment=environment_rows(results),
+        PAGE / "report.html.j2",
+        data=data,
+        script=PAGE / "report.js",
+        title=title_of(results),
+        subtitle=subtitle_of(results),
+        protocol=protocol_words(results),
+        environment=environment_rows(results),
         commands=list(commands),
-    )  # fmt: skip
+    )
 
 
 def _for_page(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,10 +103,13 @@ def survey_lines(survey: Mapping[str, Any]) -> list[str]:
     """The findings of the survey, here and simulated."""
     places = [each["place"] for each in survey["places"]]
     return [
-        f"### Beside the survey: {survey['task']}", "", f"| finding | published | {' | '.join(places)} |",
+        f"### Beside the survey: {survey['task']}",
+        "",
+        f"| finding | published | {' | '.join(places)} |",
         "|---|---" + "|---" * len(places) + "|",
-        *(f"| {row['what']} | {row['published']} | {' | '.join(row['found'])} |" for row in survey["findings"]), "",
-    ]  # fmt: skip
+        *(f"| {row['what']} | {row['published']} | {' | '.join(row['found'])} |" for row in survey["findings"]),
+        "",
+    ]
 
 
 def title_of(results: Mapping[str, Any]) -> str:
@@ -107,7 +146,7 @@ def protocol_words(results: Mapping[str, Any]) -> list[str]:
         "losses and, by a one-sided t-test over seeds, the final loss with plain PyTorch in one process.",
         "Utilisation is the operations of the model, forward and backward, over what a large matrix product reaches on "
         "each rank; recomputation does not count.",
-    ]  # fmt: skip
+    ]
     if any(job.get("batch_norm") for job in results["jobs"]):
         lines.append(
             "Batch norm keeps the statistics of each replica for all contestants, since PyTorch has synchronous batch "
@@ -140,8 +179,12 @@ def as_markdown(results: Mapping[str, Any], commands: Sequence[str] = ()) -> str
     lines = [f"# {title_of(results)}", "", subtitle_of(results), ""]
     for job in results["jobs"]:
         target = f", target {job['metric']} {job['target']:.4g}" if job["target"] is not None else ""
-        lines += [f"## {job['name']}{target}", "", "| contestant | ranks | to target | step | samples/s | memory a "
-                  f"rank | {job['metric']} | verdict |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+        lines += [
+            f"## {job['name']}{target}",
+            "",
+            f"| contestant | ranks | to target | step | samples/s | memory a rank | {job['metric']} | verdict |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
         for row in job["rows"]:
             if row["step_s"] is None:
                 lines.append(f"| `{row['name']}` | {row['ranks']} | | | | | | failed |")
@@ -154,11 +197,14 @@ def as_markdown(results: Mapping[str, Any], commands: Sequence[str] = ()) -> str
                 f"| {final} | {row['verdict']} |"
             )
         notes = [
-            *(f"- `{row['name']}` x{row['ranks']}: {each['name']}: {each['text']}"
-              for row in job["rows"] for each in row["findings"]),
+            *(
+                f"- `{row['name']}` x{row['ranks']}: {each['name']}: {each['text']}"
+                for row in job["rows"]
+                for each in row["findings"]
+            ),
             *(f"- `{row['name']}` x{row['ranks']} failed: {each}" for row in job["rows"] for each in row["failed"]),
             *(f"- `{each['name']}` x{each['ranks']} did not run: {each['why']}" for each in job["absent"]),
-        ]  # fmt: skip
+        ]
         lines += ["", *notes, ""] if notes else [""]
         lines += beside_lines(job.get("beside") or [])
         if job.get("survey"):

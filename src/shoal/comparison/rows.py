@@ -95,15 +95,27 @@ def _job(job: str, facts: Mapping[str, Any], runs: list[Measured], asked: Mappin
     rows.sort(key=lambda row: (row["time_to_target_s"] is None, row["time_to_target_s"] or 0, row["step_s"] or 1e9))
     absent = [
         {"name": key.rsplit("@", 1)[0], "ranks": int(key.rsplit("@", 1)[1]), "why": why}
-        for key, why in facts["refused"].items() if why
-    ]  # fmt: skip
+        for key, why in facts["refused"].items()
+        if why
+    ]
     return {
-        "job": job, "name": facts["name"], "parameters": facts["parameters"], "batch": facts["batch"],
-        "steps": max((len(each.step_s) for each in runs), default=0), "metric": metric, "higher": higher,
-        "target": target, "rows": rows, "absent": absent, "batch_norm": facts["batch_norm"],
-        "flops_per_sample": facts["flops_per_sample"], "peak_flops_per_s": facts["peak_flops_per_s"],
-        "counted_per_sample": facts["counted_per_sample"], "samples": facts.get("samples"), "beside": beside(rows),
-    }  # fmt: skip
+        "job": job,
+        "name": facts["name"],
+        "parameters": facts["parameters"],
+        "batch": facts["batch"],
+        "steps": max((len(each.step_s) for each in runs), default=0),
+        "metric": metric,
+        "higher": higher,
+        "target": target,
+        "rows": rows,
+        "absent": absent,
+        "batch_norm": facts["batch_norm"],
+        "flops_per_sample": facts["flops_per_sample"],
+        "peak_flops_per_s": facts["peak_flops_per_s"],
+        "counted_per_sample": facts["counted_per_sample"],
+        "samples": facts.get("samples"),
+        "beside": beside(rows),
+    }
 
 
 def _references(
@@ -134,19 +146,31 @@ def _deciding(facts: Mapping[str, Any], runs: Sequence[Measured]) -> tuple[str, 
 
 
 def _row(
-    name: str, ranks: int, group: list[Measured], references: list[Measured], facts: Mapping[str, Any], metric: str,
-    higher: bool, target: float | None,
-) -> dict[str, Any]:  # fmt: skip
+    name: str,
+    ranks: int,
+    group: list[Measured],
+    references: list[Measured],
+    facts: Mapping[str, Any],
+    metric: str,
+    higher: bool,
+    target: float | None,
+) -> dict[str, Any]:
     good = [each for each in group if each.ok]
     own = is_strategy(name)
     title = (facts["titles"].get(name) or ["Shoal"])[0]
     row: dict[str, Any] = {
-        "name": name, "title": title, "ranks": ranks, "own": own, "seeds": len(good), "key": f"{name}@{ranks}",
+        "name": name,
+        "title": title,
+        "ranks": ranks,
+        "own": own,
+        "seeds": len(good),
+        "key": f"{name}@{ranks}",
         "failed": [each.facts.get("reason") or each.run.reason or "it did not end" for each in group if not each.ok],
         "same_as": None if own or not facts["titles"].get(name) else facts["titles"][name][1].format(n=ranks),
         "contract": str(contract(parse(name))) if own else "exact" if facts["titles"][name][2] else "statistical",
-        "step_s": None, "time_to_target_s": None,
-    }  # fmt: skip
+        "step_s": None,
+        "time_to_target_s": None,
+    }
     if not good:
         return {**row, "verdict": "failed", "findings": []}
     reached = [_reached(each, metric, higher, target) for each in good]
@@ -161,33 +185,44 @@ def _row(
     steps_to_target = statistics.fmean(r[0] for r in reached if r) if all(reached) else None
     flops = facts["flops_per_sample"] * batch
     row |= {
-        "step_s": step_s, "step_spread_s": spread(usual), "samples_per_s": batch / step_s,
+        "step_s": step_s,
+        "step_spread_s": spread(usual),
+        "samples_per_s": batch / step_s,
         "tokens_per_s": batch * facts["counted_per_sample"] / step_s,
-        "quantiles_s": _quantiles(steps), "memory_bytes": statistics.fmean(peaks), "memory_spread_bytes": spread(peaks),
-        "final": statistics.fmean(finals) if finals else None, "final_spread": spread(finals),
+        "quantiles_s": _quantiles(steps),
+        "memory_bytes": statistics.fmean(peaks),
+        "memory_spread_bytes": spread(peaks),
+        "final": statistics.fmean(finals) if finals else None,
+        "final_spread": spread(finals),
         "time_to_target_s": statistics.fmean(r[1] for r in reached if r) if all(reached) else None,
         "time_spread_s": spread([r[1] for r in reached if r]),
         "steps_to_target": steps_to_target,
         "epochs_to_target": None if steps_to_target is None else steps_to_target * batch / samples,
-        "epoch_s": step_s * samples / batch, "global_batch": batch,
+        "epoch_s": step_s * samples / batch,
+        "global_batch": batch,
         "held_bytes": statistics.fmean(_most(each, "held_bytes") for each in good),
         "sent_messages": sum(e.messages for e in good[0].run.ledger.entries.values()) if own else None,
         "wire_s": wire_s(good[0].run.ledger, [_ranks(each)[0].get("link") for each in good]) if own else None,
         "compression": compression(strategy, sent, facts["parameters"]),
         **consistency([each.run.summary for each in good]),
         "reached": sum(each is not None for each in reached),
-        "sent_bytes": sent, "predicted_bytes": good[0].run.predicted_bytes,
+        "sent_bytes": sent,
+        "predicted_bytes": good[0].run.predicted_bytes,
         "predicted_step_s": (facts.get("predicted") or {}).get(name),
         "held_back": _held_back(good[0].run) if own else None,
         "utilisation": flops / step_s / (ranks * facts["peak_flops_per_s"]),
-        "split_s": split_s([(_ranks(each), _evaluated(each)) for each in good], bubble=bubble_of(strategy),
-                           pipeline="pp(" in (name if own else row["same_as"] or "")),
+        "split_s": split_s(
+            [(_ranks(each), _evaluated(each)) for each in good],
+            bubble=bubble_of(strategy),
+            pipeline="pp(" in (name if own else row["same_as"] or ""),
+        ),
         "imbalance": imbalance([_ranks(each) for each in good]),
         "curves": [_curve(each, metric) for each in good],
-        "losses": [thin(each.run.losses) for each in good[:1]], "timeline_s": good[0].step_s[:60],
+        "losses": [thin(each.run.losses) for each in good[:1]],
+        "timeline_s": good[0].step_s[:60],
         "link": [each.facts["ranks"][0].get("link") for each in good],
         "folders": [str(each.run.folder) for each in good],
-    }  # fmt: skip
+    }
     findings = _findings(name, own, row["contract"], good, references, facts)
     return {**row, "findings": [asdict(each) for each in findings], "verdict": verdict(findings)}
 
@@ -224,9 +259,13 @@ def _findings(
     loose = strategy is not None and (bool(strategy.servers) or any(is_loose(level) for level in strategy.dp_levels))
     follows = not facts["batch_norm"] or (micro == 1 and (strategy is None or strategy.replicas == strategy.world))
     found = judge(
-        [each.seen() for each in good], [each.seen() for each in references], exact=exact, follows=follows,
-        warmup=WARMUP_STEPS, reads_alike=not loose,
-    )  # fmt: skip
+        [each.seen() for each in good],
+        [each.seen() for each in references],
+        exact=exact,
+        follows=follows,
+        warmup=WARMUP_STEPS,
+        reads_alike=not loose,
+    )
     if not exact:
         what = f"its contract is {promise}" if own else "it is not the serial algorithm"
         found.append(Finding(name="algorithm", kind="departure", text=f"{what}: it is judged by its loss over seeds"))

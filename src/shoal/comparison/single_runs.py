@@ -19,19 +19,39 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
         try:
             facts = read_json(path)
             summary = facts.get("summary") or {}
-            found.append({
-                "folder": str(path.parent), "job": facts["job"], "strategy": facts["strategy"],
-                "ranks": facts["world"], "status": facts["status"], "started": facts["started"],
-                "steps": summary.get("step", 0), "step_s": summary.get("step_s"), "loss": summary.get("loss"),
-                "metrics": summary.get("metrics") or {}, "memory_bytes": summary.get("memory_bytes"),
-                "reason": facts.get("reason"),
-            })  # fmt: skip
+            found.append(
+                {
+                    "folder": str(path.parent),
+                    "job": facts["job"],
+                    "strategy": facts["strategy"],
+                    "ranks": facts["world"],
+                    "status": facts["status"],
+                    "started": facts["started"],
+                    "steps": summary.get("step", 0),
+                    "step_s": summary.get("step_s"),
+                    "loss": summary.get("loss"),
+                    "metrics": summary.get("metrics") or {},
+                    "memory_bytes": summary.get("memory_bytes"),
+                    "reason": facts.get("reason"),
+                }
+            )
         except (RunBroken, KeyError, TypeError) as error:
-            found.append({
-                "folder": str(path.parent), "job": "?", "strategy": "?", "ranks": 0, "status": "unreadable",
-                "started": "", "steps": 0, "step_s": None, "loss": None, "metrics": {}, "memory_bytes": None,
-                "reason": str(error),
-            })  # fmt: skip
+            found.append(
+                {
+                    "folder": str(path.parent),
+                    "job": "?",
+                    "strategy": "?",
+                    "ranks": 0,
+                    "status": "unreadable",
+                    "started": "",
+                    "steps": 0,
+                    "step_s": None,
+                    "loss": None,
+                    "metrics": {},
+                    "memory_bytes": None,
+                    "reason": str(error),
+                }
+            )
     return sorted(found, key=lambda row: str(row["started"]), reverse=True)
 
 
@@ -49,40 +69,75 @@ def results_of_runs(folders: Sequence[Path]) -> dict[str, Any]:
         for row in rows:
             if single and row["step_s"]:
                 row["speedup_best"] = row["samples_per_s"] / max(single)
-        jobs.append({
-            "job": job, "name": job, "parameters": None, "batch": None, "metric": metric, "higher": metric in HIGHER,
-            "target": None, "rows": rows, "absent": [], "steps": max(len(run.steps) for run in mine),
-            "peak_flops_per_s": None,
-        })  # fmt: skip
+        jobs.append(
+            {
+                "job": job,
+                "name": job,
+                "parameters": None,
+                "batch": None,
+                "metric": metric,
+                "higher": metric in HIGHER,
+                "target": None,
+                "rows": rows,
+                "absent": [],
+                "steps": max(len(run.steps) for run in mine),
+                "peak_flops_per_s": None,
+            }
+        )
     return {
-        "question": None, "environment": dict(runs[0].environment), "machine": {}, "started": runs[0].started,
+        "question": None,
+        "environment": dict(runs[0].environment),
+        "machine": {},
+        "started": runs[0].started,
         "jobs": jobs,
-    }  # fmt: skip
+    }
 
 
 def _row(run: Run, metric: str) -> dict[str, Any]:
     times = [float(row["step_s"]) for row in run.steps]
     step_s = median_step_s([dict(row) for row in run.steps])
     row: dict[str, Any] = {
-        "name": run.strategy, "title": f"{run.folder.name}, {run.status}", "ranks": run.world,
-        "own": bool(run.contract), "key": str(run.folder), "seeds": 1,
+        "name": run.strategy,
+        "title": f"{run.folder.name}, {run.status}",
+        "ranks": run.world,
+        "own": bool(run.contract),
+        "key": str(run.folder),
+        "seeds": 1,
         "failed": [run.reason or run.status] if run.status == "failed" else [],
-        "same_as": None, "contract": run.contract, "verdict": run.status, "findings": [], "step_s": step_s,
+        "same_as": None,
+        "contract": run.contract,
+        "verdict": run.status,
+        "findings": [],
+        "step_s": step_s,
         "time_to_target_s": run.time_to_target_s,
-    }  # fmt: skip
+    }
     if step_s is None:
         return row
     clock = {each["step"]: each["train_s"] for each in run.steps}
-    curve = [[e["step"], clock[e["step"]], e["metrics"][metric]] for e in run.validation
-             if e["step"] in clock and metric in e["metrics"]]  # fmt: skip
+    curve = [
+        [e["step"], clock[e["step"]], e["metrics"][metric]]
+        for e in run.validation
+        if e["step"] in clock and metric in e["metrics"]
+    ]
     samples = run.steps[0]["samples"]
     ordered = sorted(times[1:] or times)
     return row | {
-        "step_spread_s": spread(ordered), "samples_per_s": samples / step_s, "tokens_per_s": None, "utilisation": None,
+        "step_spread_s": spread(ordered),
+        "samples_per_s": samples / step_s,
+        "tokens_per_s": None,
+        "utilisation": None,
         "quantiles_s": [ordered[min(len(ordered) - 1, int(p * len(ordered)))] for p in (0.05, 0.25, 0.5, 0.75, 0.95)],
-        "memory_bytes": run.memory_bytes, "memory_spread_bytes": 0.0, "final": curve[-1][2] if curve else None,
-        "final_spread": 0.0, "sent_bytes": run.sent_bytes if run.contract else None,
-        "predicted_bytes": run.predicted_bytes, "split_s": {},
-        "curves": [curve], "losses": [thin(run.losses)],
-        "timeline_s": times[:60], "speedup_own": None, "speedup_best": None, "efficiency": None,
-    }  # fmt: skip
+        "memory_bytes": run.memory_bytes,
+        "memory_spread_bytes": 0.0,
+        "final": curve[-1][2] if curve else None,
+        "final_spread": 0.0,
+        "sent_bytes": run.sent_bytes if run.contract else None,
+        "predicted_bytes": run.predicted_bytes,
+        "split_s": {},
+        "curves": [curve],
+        "losses": [thin(run.losses)],
+        "timeline_s": times[:60],
+        "speedup_own": None,
+        "speedup_best": None,
+        "efficiency": None,
+    }

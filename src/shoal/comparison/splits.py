@@ -52,9 +52,11 @@ def _of_run(ranks: Sequence[Mapping[str, Any]], skipped: set[int], bubble: float
     least = min(idle)
     schedule = min(least, bubble * wall)
     return {
-        **parts, "bubble": schedule, "communication": least - schedule,
+        **parts,
+        "bubble": schedule,
+        "communication": least - schedule,
         "waiting": max(0.0, statistics.fmean(idle) - least),
-    }  # fmt: skip
+    }
 
 
 def _of_rank(rank: Mapping[str, Any], skipped: set[int]) -> dict[str, float]:
@@ -132,6 +134,7 @@ def consistency(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             means.append(sum(late * times for late, times in seen) / sum(times for _, times in seen))
             most.append(max(late for late, _ in seen))
     return {
-        "staleness_mean": statistics.fmean(means) if means else None, "staleness_max": max(most, default=None),
+        "staleness_mean": statistics.fmean(means) if means else None,
+        "staleness_max": max(most, default=None),
         "divergence": max(spreads, default=None),
-    }  # fmt: skip
+    }

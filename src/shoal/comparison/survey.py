@@ -16,10 +16,23 @@ from shoal.strategy import Strategy, StrategyError, parse, pp, recompute, tp
 
 SIMULATED = Path(__file__).with_name("survey.json")
 CONTESTANTS = (
-    "dp(2)", "torch-ddp", "dp(2, zero=1)", "dp(2, zero=2)", "dp(2, zero=3)", "torch-fsdp2", "deepspeed-zero1",
-    "deepspeed-zero2", "deepspeed-zero3", "tp(2)", "torch-tensor-parallel", "pp(2, 'gpipe', micro=8)",
-    "pp(2, '1f1b', micro=8)", "pp(2, 'pipedream', micro=8)", "torch-pipelining", "accumulate(8) * recompute('full')",
-)  # fmt: skip
+    "dp(2)",
+    "torch-ddp",
+    "dp(2, zero=1)",
+    "dp(2, zero=2)",
+    "dp(2, zero=3)",
+    "torch-fsdp2",
+    "deepspeed-zero1",
+    "deepspeed-zero2",
+    "deepspeed-zero3",
+    "tp(2)",
+    "torch-tensor-parallel",
+    "pp(2, 'gpipe', micro=8)",
+    "pp(2, '1f1b', micro=8)",
+    "pp(2, 'pipedream', micro=8)",
+    "torch-pipelining",
+    "accumulate(8) * recompute('full')",
+)
 """All classes of parallelism of the survey; the last one is GPipe on one device."""
 RANKS = (1, 2)
 CLASSES = ("DDP", "ZeRO", "intra-layer", "inter-layer")
@@ -35,9 +48,11 @@ def class_of(text: str) -> str | None:
     if strategy.world == 1:
         return "inter-layer" if strategy.term(recompute) is not None else "serial"
     kinds = [
-        ("inter-layer", strategy.term(pp) is not None), ("intra-layer", strategy.term(tp) is not None),
-        ("ZeRO", any(level.zero for level in strategy.dp_levels)), ("DDP", _replicated(strategy)),
-    ]  # fmt: skip
+        ("inter-layer", strategy.term(pp) is not None),
+        ("intra-layer", strategy.term(tp) is not None),
+        ("ZeRO", any(level.zero for level in strategy.dp_levels)),
+        ("DDP", _replicated(strategy)),
+    ]
     return next((name for name, so in kinds if so), None)
 
 
@@ -59,7 +74,7 @@ def survey_of(rows: Sequence[Mapping[str, Any]], *, task: str) -> dict[str, Any]
         "task": {"gpt2": "GPT2-medium", "vgg16": "VGG-16"}[task],
         "places": [{"place": place, "curves": relative(curves)} for place, curves in places.items()],
         "findings": _findings(places),
-    }  # fmt: skip
+    }
 
 
 def _here(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -75,9 +90,11 @@ def _here(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
             kept = found[name].get(str(row["ranks"]))
             if kept is None or row["epoch_s"] < kept["epoch_s"]:
                 found[name][str(row["ranks"])] = {
-                    "epoch_s": row["epoch_s"], "memory_bytes": row["memory_bytes"], "name": row["name"],
+                    "epoch_s": row["epoch_s"],
+                    "memory_bytes": row["memory_bytes"],
+                    "name": row["name"],
                     "messages": _messages(row),
-                }  # fmt: skip
+                }
     return found
 
 
@@ -94,13 +111,12 @@ def relative(curves: Mapping[str, Mapping[str, Any]]) -> dict[str, list[list[Any
         return {}
     return {
         name: [
-            [int(ranks), point["epoch_s"] / one["epoch_s"],
-             _over(point, one, "memory_bytes"),
-             point.get("name", name)]
+            [int(ranks), point["epoch_s"] / one["epoch_s"], _over(point, one, "memory_bytes"), point.get("name", name)]
             for ranks, point in sorted(of.items(), key=lambda pair: int(pair[0]))
         ]
-        for name, of in curves.items() if of
-    }  # fmt: skip
+        for name, of in curves.items()
+        if of
+    }
 
 
 def _over(point: Mapping[str, Any], one: Mapping[str, Any], field: str) -> float | None:

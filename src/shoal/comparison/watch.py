@@ -64,8 +64,16 @@ class RunWatch:
             return
         self.enter("rest")
         if step == 0 or step < self.now:
-            for each in (self.counts, self.sums, self.ids, self.data_s, self.losses, self.started, self.compiled,
-                         self.phases):  # fmt: skip
+            for each in (
+                self.counts,
+                self.sums,
+                self.ids,
+                self.data_s,
+                self.losses,
+                self.started,
+                self.compiled,
+                self.phases,
+            ):
                 for late in [number for number in each if number >= step]:
                     del each[late]
             if step == 0:
@@ -256,9 +264,11 @@ def _described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             if isinstance(value, Tensor) and value.numel() > 1:
                 state.add(str(value.dtype).removeprefix("torch."))
     return {
-        "class": type(optimizer).__name__, "options": sorted(options, key=str), "parameters": sorted(parameters),
+        "class": type(optimizer).__name__,
+        "options": sorted(options, key=str),
+        "parameters": sorted(parameters),
         "state": sorted(state),
-    }  # fmt: skip
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -155,7 +155,7 @@ class _Step:
         size = flow.shape[place] // self.place.context.ranks
         return Flow(
             flow.value, (*flow.shape[:place], size, *flow.shape[place + 1 :]), flow.itemsize, flow.floating, flow.learns
-        )  # fmt: skip
+        )
 
     def _given(self, call: ModuleCall, *, dims: int, results: bool = False) -> Flow | None:
         """The first floating-point tensor of at least this number of dimensions."""
@@ -240,9 +240,11 @@ class _Step:
                     gathered = gathered_logits_bytes(
                         rows=prod(part.shape[:-1]), vocabulary=part.shape[-1], ranks=ranks, itemsize=part.itemsize
                     )
-                    yield call.stop, call.path, Crossing(
-                        how="gather_whole", whole_bytes=gathered, gradient=logits.learns
-                    )  # fmt: skip
+                    yield (
+                        call.stop,
+                        call.path,
+                        Crossing(how="gather_whole", whole_bytes=gathered, gradient=logits.learns),
+                    )
         if words.loss_parallel and words.heads and self._ends_here():
             for loss in self.forward.losses:
                 rows = prod(self.part(loss.targets, loss.at).shape)
@@ -276,11 +278,15 @@ class _Step:
             batch, num_heads, length, head_dim = seen.query.shape
             narrow = self.forward.autocast_itemsize  # Attention is one of the functions that autocast narrows.
             call = AttentionCall(
-                batch=batch, heads=num_heads // heads, kv_heads=max(1, seen.key.shape[1] // heads),
-                length=length // group.ranks, head_dim=head_dim,
+                batch=batch,
+                heads=num_heads // heads,
+                kv_heads=max(1, seen.key.shape[1] // heads),
+                length=length // group.ranks,
+                head_dim=head_dim,
                 itemsize=narrow if narrow and seen.query.itemsize == 4 else seen.query.itemsize,
-                value_dim=seen.value.shape[-1], trained=seen.query.learns,
-            )  # fmt: skip
+                value_dim=seen.value.shape[-1],
+                trained=seen.query.learns,
+            )
             repeated = [replace(call, again=True)] if seen.query.learns and self._repeated(seen.at) else []
             yield from ((seen.module, each) for each in attention_calls([call, *repeated], term.method, group))
         if sequence.gathers and "" not in sequence.views and self.held.runs(sequence.blocks[-1]):
@@ -325,17 +331,17 @@ def _pipeline(held: Held, forwards: Sequence[Forward]) -> Iterator[Call]:
     last = len(held.ranges) - 1
     before = {
         stage: [_wires(held, step, stage) for step in steps]
-        for stage in held.stages if stage and _elsewhere(held, stage - 1, stage)
-    }  # fmt: skip
+        for stage in held.stages
+        if stage and _elsewhere(held, stage - 1, stage)
+    }
     behind = {
         stage: [_wires(held, step, stage + 1) for step in steps]
-        for stage in held.stages if stage < last and _elsewhere(held, stage + 1, stage)
-    }  # fmt: skip
+        for stage in held.stages
+        if stage < last and _elsewhere(held, stage + 1, stage)
+    }
     numbers = 2 * NUMBER_BYTES if term.schedule == "pipedream" else 0
     group = held.placing.pipeline.group
-    yield from pipeline_traffic(
-        axis=group.axis, ranks=group.ranks, before=before, behind=behind, numbers_bytes=numbers
-    )  # fmt: skip
+    yield from pipeline_traffic(axis=group.axis, ranks=group.ranks, before=before, behind=behind, numbers_bytes=numbers)
 
 
 def border_bytes(held: Held, forward: Forward) -> Iterator[int]:

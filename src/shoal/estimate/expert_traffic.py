@@ -57,9 +57,14 @@ def even_routing(
     sizes = tuple(rows // ranks + (1 if rank < rows % ranks else 0) for rank in range(ranks))
     row_bytes = (width + (form == "stacked")) * itemsize
     share = {
-        "axis": axis, "index": 0, "counts_bytes": ranks * (2 * experts // ranks + 2) * COUNT_BYTES,
-        "sent_rows": sizes, "received_rows": (sizes[0],) * ranks, "row_bytes": row_bytes, "weight_bytes": 0,
+        "axis": axis,
+        "index": 0,
+        "counts_bytes": ranks * (2 * experts // ranks + 2) * COUNT_BYTES,
+        "sent_rows": sizes,
+        "received_rows": (sizes[0],) * ranks,
+        "row_bytes": row_bytes,
+        "weight_bytes": 0,
         "answer_bytes": width * itemsize,
-    }  # fmt: skip
+    }
     runs = [Routed(phase="forward", trained=True, **share)]  # type: ignore[arg-type]
     return [*runs, Routed(phase="backward", trained=False, **share)] if recomputed else runs  # type: ignore[arg-type]

@@ -118,9 +118,11 @@ class Held:
         stages = self._stage_ranks(name)
         stacked = self._expert_names.get(name, False)
         return PredictedFamily(
-            cut=name in self.tensor_cuts and not stacked, partial=self._partial(parameter),
-            expert=name in self._expert_names, stages=stages if len(stages) > 1 else (),
-        )  # fmt: skip
+            cut=name in self.tensor_cuts and not stacked,
+            partial=self._partial(parameter),
+            expert=name in self._expert_names,
+            stages=stages if len(stages) > 1 else (),
+        )
 
     def _stage_ranks(self, name: str) -> tuple[int, ...]:
         """The ranks along pp that hold a parameter."""

@@ -46,10 +46,15 @@ class OffloadEstimate:
 
 
 def offload_estimate(
-    phases: StepPhases, *, state_bytes: float = 0.0, activation_bytes: float = 0.0, parameter_bytes: float = 0.0,
-    in_use_bytes: float = 0.0, read_bytes_per_s: float = HOST_LINK_BYTES_PER_S,
+    phases: StepPhases,
+    *,
+    state_bytes: float = 0.0,
+    activation_bytes: float = 0.0,
+    parameter_bytes: float = 0.0,
+    in_use_bytes: float = 0.0,
+    read_bytes_per_s: float = HOST_LINK_BYTES_PER_S,
     write_bytes_per_s: float = HOST_LINK_BYTES_PER_S,
-) -> OffloadEstimate:  # fmt: skip
+) -> OffloadEstimate:
     """A rank that offloads what is given. `in_use_bytes`: of the parameters, those that are gathered at once."""
     read, write = read_bytes_per_s, write_bytes_per_s
     with_update = state_bytes + parameter_bytes

@@ -35,9 +35,11 @@ def period(strategy: Strategy) -> int:
     if sync is None:
         return 1
     if sync.period is None:
-        raise ValueError(f"{strategy}: when replicas exchange under sync={sync} is not known in advance, so its step "
-                         "cannot be estimated; that of bsp(), local(h), diloco(h), bmuf(h), elastic(h, rho) and "
-                         "gossip(graph) can")  # fmt: skip
+        raise ValueError(
+            f"{strategy}: when replicas exchange under sync={sync} is not known in advance, so its step "
+            "cannot be estimated; that of bsp(), local(h), diloco(h), bmuf(h), elastic(h, rho) and "
+            "gossip(graph) can"
+        )
     return sync.period
 
 
@@ -85,9 +87,13 @@ def exchange_volume(sync: SyncTerm, islands: int) -> float:
     if sync.period is None:
         raise ValueError(f"when replicas exchange under sync={sync} is not known in advance")
     held = Sendable(
-        names=[str(number) for number in range(MANY)], slices=[MANY * PART_BYTES], buffers=0,
-        exchanged=lambda names, number: [("all_reduce", len(names) * PART_BYTES)], island=0, islands=islands,
-    )  # fmt: skip
+        names=[str(number) for number in range(MANY)],
+        slices=[MANY * PART_BYTES],
+        buffers=0,
+        exchanged=lambda names, number: [("all_reduce", len(names) * PART_BYTES)],
+        island=0,
+        islands=islands,
+    )
     clocks = [SETTLED * sync.period + step - 1 for step in sync.moments]
     calls = [call for clock in clocks for call in sync.calls(clock, held)]
     dense = sent("all_reduce", payload_bytes=MANY * PART_BYTES, ranks=islands).bytes
@@ -117,17 +123,25 @@ def _sent(held: Held, table: ShardTable) -> Sendable:
             else:
                 slots = [slot for slot in buffer.slots if slot.name in chosen]
                 found += compressed_transfers(
-                    OfTerm(level.compress), slots, part, max(4, buffer.itemsize), ranks=islands.ranks,
-                    rank=islands.index, step=number,
-                )  # fmt: skip
+                    OfTerm(level.compress),
+                    slots,
+                    part,
+                    max(4, buffer.itemsize),
+                    ranks=islands.ranks,
+                    rank=islands.index,
+                    step=number,
+                )
         return found
 
     return Sendable(
         names=[each.name for each in held.shapes.parameters if each.trains],
-        slices=[buffer.padded_bytes // buffer.sharding.ranks for buffer in table.buffers], buffers=floats,
-        exchanged=exchanged, island=held.placing.islands.index, islands=held.placing.islands.ranks,
+        slices=[buffer.padded_bytes // buffer.sharding.ranks for buffer in table.buffers],
+        buffers=floats,
+        exchanged=exchanged,
+        island=held.placing.islands.index,
+        islands=held.placing.islands.ranks,
         moments=held.moments,
-    )  # fmt: skip
+    )
 
 
 def _stretches(buffer: Buffer) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -15,9 +15,13 @@ Crossing = tuple[int, bool]
 
 
 def pipeline_traffic(
-    *, axis: str, ranks: int, before: Mapping[int, Sequence[Sequence[Crossing]]],
-    behind: Mapping[int, Sequence[Sequence[Crossing]]], numbers_bytes: int = 0,
-) -> Iterator[Call]:  # fmt: skip
+    *,
+    axis: str,
+    ranks: int,
+    before: Mapping[int, Sequence[Sequence[Crossing]]],
+    behind: Mapping[int, Sequence[Sequence[Crossing]]],
+    numbers_bytes: int = 0,
+) -> Iterator[Call]:
     """`before` and `behind`: for each stage of this rank and each micro-batch what crosses the border before (behind)
     the stage, where the other side is another rank. `numbers_bytes`: what goes back about each micro-batch in addition
     to its gradient (PipeDream)."""

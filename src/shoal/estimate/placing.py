@@ -85,9 +85,10 @@ class Placing:
         if self.seats is not None and self.summed and not sharded:
             self.zero, self.sharded = 1, self.summed[-1]
         compressing = [
-            name for name, size in self.axes
+            name
+            for name, size in self.axes
             if name in self.summed and size > 1 and not isinstance(terms[name].compress, none)  # type: ignore[attr-defined]
-        ]  # fmt: skip
+        ]
         self.compressing = compressing[0] if compressing else None
         self.compression = terms[compressing[0]].compress if compressing else None  # type: ignore[attr-defined]
         self.names: dict[type, str | None] = {
@@ -174,9 +175,11 @@ class Placing:
         outside = self.summed[: self.summed.index(self.compressing)]
         inside = [name for name in over if name not in (*outside, self.compressing, self.sharded)]
         return PredictedRoute(
-            self._among(inside, family.stages, None), self.along(self.compressing), self.along(*outside),
+            self._among(inside, family.stages, None),
+            self.along(self.compressing),
+            self.along(*outside),
             self.compressing == self.sharded,
-        )  # fmt: skip
+        )
 
     def plane_statistics(self, *, samples: bool) -> Member:
         """Those that share statistics of planes; `samples`: over all samples of an island."""

@@ -65,23 +65,29 @@ class ServedSteps:
 
 
 def simulate_servers(
-    rule: Served, costs: ServerCosts, *, steps: int = 50, slower: Callable[[int, int], float] = lambda w, ticket: 1.0,
-    noise: float = 0.0, seed: int = 0,
-) -> ServedSteps:  # fmt: skip
+    rule: Served,
+    costs: ServerCosts,
+    *,
+    steps: int = 50,
+    slower: Callable[[int, int], float] = lambda w, ticket: 1.0,
+    noise: float = 0.0,
+    seed: int = 0,
+) -> ServedSteps:
     """Args:
-        rule: Of the level.
-        costs: What takes how long.
-        steps: Steps to simulate, beyond the first few.
-        slower: How much longer a worker computes its ticket of a number.
-        noise: A ticket takes 1 + noise |z| times as long, z normal.
-        seed: Of the noise.
+    rule: Of the level.
+    costs: What takes how long.
+    steps: Steps to simulate, beyond the first few.
+    slower: How much longer a worker computes its ticket of a number.
+    noise: A ticket takes 1 + noise |z| times as long, z normal.
+    seed: Of the noise.
     """
     return _Servers(rule, costs, slower, noise, seed).run(steps)
 
 
 class _Servers:
-    def __init__(self, rule: Served, costs: ServerCosts, slower: Callable[[int, int], float], noise: float,
-                 seed: int) -> None:  # fmt: skip
+    def __init__(
+        self, rule: Served, costs: ServerCosts, slower: Callable[[int, int], float], noise: float, seed: int
+    ) -> None:
         self.rule, self.costs, self.slower, self.noise = rule, costs, slower, noise
         self.workers = len(costs.ticket_s)
         everyone = range(self.workers)
@@ -107,10 +113,14 @@ class _Servers:
         took_s, used, updates = self.now_s - begun_s, self.used - begun, self.clocks.version - updates
         made = used / self.workers if self.rule.by_tickets else updates
         return ServedSteps(
-            step_s=took_s / made, waiting=min(1.0, self.waited_s / (took_s * self.workers)),
-            dropped=self.dropped / (self.dropped + used), used=used / self.workers / made,
-            staleness=self.staleness, ahead=self.ahead, a_step=updates / made,
-        )  # fmt: skip
+            step_s=took_s / made,
+            waiting=min(1.0, self.waited_s / (took_s * self.workers)),
+            dropped=self.dropped / (self.dropped + used),
+            used=used / self.workers / made,
+            staleness=self.staleness,
+            ahead=self.ahead,
+            a_step=updates / made,
+        )
 
     def _until(self, used: int) -> None:
         self._decide()

@@ -90,10 +90,17 @@ class _Entry:
 
 
 def shard_table(
-    held: Held, strategy: Strategy, forward: Forward, *, calls: Sequence[Call] = (), step: int = LONG_AFTER,
-    unused: Collection[str] = (), method: Sends | None = None, bucket_bytes: int | None = None,
+    held: Held,
+    strategy: Strategy,
+    forward: Forward,
+    *,
+    calls: Sequence[Call] = (),
+    step: int = LONG_AFTER,
+    unused: Collection[str] = (),
+    method: Sends | None = None,
+    bucket_bytes: int | None = None,
     gathers: Callable[[str], Gathers] | None = None,
-) -> ShardTable:  # fmt: skip
+) -> ShardTable:
     """What the formulas need to know of the rank that holds this. `step`, `unused` and `method` matter to compression
     only: the step of training, parameters without a gradient in it, and formulas other than those of the term.
     `bucket_bytes`: if not BUCKET_BYTES. `gathers`: of a block, if not every micro-batch calls all blocks."""
@@ -130,8 +137,14 @@ def _norms(held: Held, forward: Forward) -> Iterator[Norm]:
         group = place.plane_statistics(samples=synchronised).group if norm.of_planes else place.samples.group
         if held.runs(norm.module) and (norm.of_planes or synchronised) and group.ranks > 1:
             again = held.recomputes and norm.learns and held.shapes.in_block(norm.module)
-            yield Norm(channels=norm.channels // held.channel_parts(norm.module), itemsize=norm.itemsize,
-                       recomputed=again, learns=norm.learns, group=group, module=norm.module)  # fmt: skip
+            yield Norm(
+                channels=norm.channels // held.channel_parts(norm.module),
+                itemsize=norm.itemsize,
+                recomputed=again,
+                learns=norm.learns,
+                group=group,
+                module=norm.module,
+            )
 
 
 def _buffers(held: Held, strategy: Strategy, forward: Forward, now: _TableStep, bucket_bytes: int) -> Iterator[Buffer]:
@@ -152,9 +165,13 @@ def _buffers(held: Held, strategy: Strategy, forward: Forward, now: _TableStep, 
         times = Gathers(micro, micro) if block == -1 else now.gathers(held.shapes.blocks[block])
         for group in _groups(held, inside, None):
             yield _buffer(
-                held, group, now, reductions=reductions, forward_gathers=1 if pipelined and stays else times.forward,
+                held,
+                group,
+                now,
+                reductions=reductions,
+                forward_gathers=1 if pipelined and stays else times.forward,
                 backward_gathers=0 if stays or (is_last and block != -1) else times.backward,
-            )  # fmt: skip
+            )
 
 
 def _kept_whole(block: str, forward: Forward) -> bool:
@@ -184,9 +201,14 @@ def _up(value: int, step: int) -> int:
 
 
 def _buffer(
-    held: Held, group: Sequence[_Entry], now: _TableStep, *, reductions: int,
-    forward_gathers: int = 0, backward_gathers: int = 0,
-) -> Buffer:  # fmt: skip
+    held: Held,
+    group: Sequence[_Entry],
+    now: _TableStep,
+    *,
+    reductions: int,
+    forward_gathers: int = 0,
+    backward_gathers: int = 0,
+) -> Buffer:
     replicas = held.placing.replicas(held.family(group[0].parameter))
     itemsize = group[0].parameter.itemsize
     slots, start = [], 0
@@ -200,11 +222,18 @@ def _buffer(
     inside = ((slot.name, min(slot.stop, low + size) - max(slot.start, low)) for slot in slots)
     return Buffer(
         pieces=tuple((name, elements) for name, elements in inside if elements > 0),
-        padded_bytes=padded * itemsize, replicas=replicas.everyone.group, sharding=replicas.sharding.group,
-        copies=replicas.copies.group, compressed=_compressed(held, replicas, slots, padded, itemsize, now),
-        reductions=reductions, forward_gathers=forward_gathers, backward_gathers=backward_gathers,
-        itemsize=itemsize, slots=tuple(slots), shard=replicas.sharding.index,
-    )  # fmt: skip
+        padded_bytes=padded * itemsize,
+        replicas=replicas.everyone.group,
+        sharding=replicas.sharding.group,
+        copies=replicas.copies.group,
+        compressed=_compressed(held, replicas, slots, padded, itemsize, now),
+        reductions=reductions,
+        forward_gathers=forward_gathers,
+        backward_gathers=backward_gathers,
+        itemsize=itemsize,
+        slots=tuple(slots),
+        shard=replicas.sharding.index,
+    )
 
 
 def _compressed(
@@ -219,19 +248,35 @@ def _compressed(
         size = padded // over.ranks
         low, high = over.index * size, (over.index + 1) * size
     transfers = compressed_transfers(
-        method, slots, (low, high), itemsize, ranks=route.between.ranks, rank=route.between.index, step=now.number,
+        method,
+        slots,
+        (low, high),
+        itemsize,
+        ranks=route.between.ranks,
+        rank=route.between.index,
+        step=now.number,
         unused=now.unused,
-    )  # fmt: skip
+    )
     return Compressed(
-        inside=route.inside.group, between=route.between.group, outside=route.outside.group, whole=route.whole,
+        inside=route.inside.group,
+        between=route.between.group,
+        outside=route.outside.group,
+        whole=route.whole,
         transfers=tuple(transfers),
-    )  # fmt: skip
+    )
 
 
 def compressed_transfers(
-    method: Sends, slots: Sequence[PredictedSlot], part: tuple[int, int], itemsize: int, *, ranks: int, rank: int,
-    step: int, unused: Collection[str] = (),
-) -> list[Transfer]:  # fmt: skip
+    method: Sends,
+    slots: Sequence[PredictedSlot],
+    part: tuple[int, int],
+    itemsize: int,
+    *,
+    ranks: int,
+    rank: int,
+    step: int,
+    unused: Collection[str] = (),
+) -> list[Transfer]:
     """The collectives that sum a part of a buffer, compressed: the payloads, and what is not worth compressing."""
     low, high = part
     working = max(itemsize, 4)

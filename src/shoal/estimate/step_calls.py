@@ -68,10 +68,14 @@ def step_calls(
     largest = forward.of_samples(max(sizes))
     table = shard_table(held, strategy, largest, calls=[*calls, *buffers])
     return StepCalls(
-        held=held, table=table, activations=tuple(kinds), buffers=buffers,
-        border_bytes=tuple(border_bytes(held, largest)), period=period(strategy),
+        held=held,
+        table=table,
+        activations=tuple(kinds),
+        buffers=buffers,
+        border_bytes=tuple(border_bytes(held, largest)),
+        period=period(strategy),
         exchange=tuple(period_calls(held, table)),
-    )  # fmt: skip
+    )
 
 
 def _experts(held: Held, forward: Forward, samples: int) -> Iterator[Placed]:
@@ -84,10 +88,16 @@ def _experts(held: Held, forward: Forward, samples: int) -> Iterator[Placed]:
         for rows, itemsize in _rows(layer, forward):
             recomputed = held.recomputes and held.shapes.in_block(layer.owner)
             runs = even_routing(
-                ranks=group.ranks, experts=layer.count, tokens=rows * samples // forward.samples, slots=1,
-                width=layer.width, itemsize=itemsize, axis=group.axis,
-                form="stacked" if layer.stacked else "listed", recomputed=recomputed,
-            )  # fmt: skip
+                ranks=group.ranks,
+                experts=layer.count,
+                tokens=rows * samples // forward.samples,
+                slots=1,
+                width=layer.width,
+                itemsize=itemsize,
+                axis=group.axis,
+                form="stacked" if layer.stacked else "listed",
+                recomputed=recomputed,
+            )
             yield from ((layer.owner, call) for call in expert_traffic(runs))
 
 

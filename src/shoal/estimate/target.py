@@ -100,7 +100,7 @@ def default_target(shape: Transformer) -> TargetCost:
             "compression": "default: measured on the language task (docs/compression.md); those that did not reach "
             f"its target in {LONGEST_RUN} steps, where dense gradients need {DENSE_STEPS}, count as that bound",
         },
-    )  # fmt: skip
+    )
 
 
 def read_pilot(path: str | Path, *, start: TargetCost) -> TargetCost:
@@ -134,8 +134,10 @@ def learn_target(rows: Sequence[Mapping[str, str]], *, start: TargetCost) -> Tar
             raise BadPilot("larger batches took more steps than smaller ones; the target was not reached by batch size")
         least = max(least, 1e-3 * mean_y)
         found = replace(found, samples=slope, noise_batch=slope / least)
-        origins |= {name: f"pilot: {len(dense)} runs of batches {sizes[0]:g} to {sizes[-1]:g}"
-                    for name in ("samples", "noise_batch")}  # fmt: skip
+        origins |= {
+            name: f"pilot: {len(dense)} runs of batches {sizes[0]:g} to {sizes[-1]:g}"
+            for name in ("samples", "noise_batch")
+        }
     elif len(sizes) == 1:
         mean_steps = sum(steps for _, steps in dense) / len(dense)
         scale = mean_steps / found.steps(sizes[0])

@@ -145,9 +145,14 @@ def predict(table: ShardTable, choose: Choose = lambda axis, kind, payload_bytes
 def calls_of(table: ShardTable) -> list[Call]:
     """Every collective of a steady-state step, those of the other axes included."""
     found = (
-        *loss_calls(table), *gradient_calls(table), *parameter_calls(table), *norm_calls(table),
-        *update_calls(table), *batch_norm_calls(table), *table.calls,
-    )  # fmt: skip
+        *loss_calls(table),
+        *gradient_calls(table),
+        *parameter_calls(table),
+        *norm_calls(table),
+        *update_calls(table),
+        *batch_norm_calls(table),
+        *table.calls,
+    )
     return [call for call in found if call[-1] > 1]
 
 

@@ -42,9 +42,11 @@ def predict(rows: Sequence[Row]) -> list[Prediction]:
     found: list[Prediction | None] = [None] * len(rows)
     for place, number in enumerate(read.priced):
         found[number] = Prediction(
-            id=rows[number].get("id", str(number + 1)), step_s=float(steps[place]), memory_gib=float(memories[place]),
+            id=rows[number].get("id", str(number + 1)),
+            step_s=float(steps[place]),
+            memory_gib=float(memories[place]),
             fits=bool(prices.fits[place]),
-        )  # fmt: skip
+        )
     for number, reason in read.refused:
         found[number] = Prediction(id=rows[number].get("id", str(number + 1)), reason=reason)
     return [each for each in found if each is not None]
@@ -75,8 +77,11 @@ def _metrics(pairs: Pairs) -> dict[str, Any]:
         **_errors([(guess.step_s, _real(row, "step_s")) for row, guess in known]),
         **_ranking(known),
     }
-    remembered = [(guess.memory_gib, _real(row, "memory_gib")) for row, guess in ran
-                  if guess.memory_gib and _real(row, "memory_gib")]  # fmt: skip
+    remembered = [
+        (guess.memory_gib, _real(row, "memory_gib"))
+        for row, guess in ran
+        if guess.memory_gib and _real(row, "memory_gib")
+    ]
     if remembered:
         scores["memory_n"] = len(remembered)
         scores.update({f"memory_{name}": value for name, value in _errors(remembered).items()})
@@ -97,8 +102,12 @@ def _errors(pairs: Iterable[tuple[Any, Any]]) -> dict[str, float]:
     if not len(table):
         return {}
     off = table[:, 0] / table[:, 1] - 1
-    percent = {"mape": np.mean(abs(off)), "median_ape": np.median(abs(off)), "bias": np.mean(off),
-               "within_20": np.mean(abs(off) <= 0.2)}  # fmt: skip
+    percent = {
+        "mape": np.mean(abs(off)),
+        "median_ape": np.median(abs(off)),
+        "bias": np.mean(off),
+        "within_20": np.mean(abs(off) <= 0.2),
+    }
     return {name: round(100 * float(value), 1) for name, value in percent.items()}
 
 
@@ -122,9 +131,12 @@ def _ranking(known: Pairs) -> dict[str, Any]:
     if not regrets:
         return {}
     return {
-        "groups": len(regrets), "regret_mean": round(float(np.mean(regrets)), 3), "regret_max": round(max(regrets), 3),
-        "regret_random": round(float(np.mean(at_random)), 3), "spearman": round(float(np.mean(correlations)), 3),
-    }  # fmt: skip
+        "groups": len(regrets),
+        "regret_mean": round(float(np.mean(regrets)), 3),
+        "regret_max": round(max(regrets), 3),
+        "regret_random": round(float(np.mean(at_random)), 3),
+        "spearman": round(float(np.mean(correlations)), 3),
+    }
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
@@ -154,10 +166,16 @@ def _confusion(pairs: Pairs) -> dict[str, Any] | None:
         return None
     tp, fp, fn, tn = (int(np.sum(cell)) for cell in (real & said, ~real & said, real & ~said, ~real & ~said))
     return {
-        "n": len(labelled), "oom": tp + fn, "accuracy": round(100 * (tp + tn) / len(labelled), 1),
-        "precision": round(100 * tp / (tp + fp), 1) if tp + fp else None, "recall": round(100 * tp / (tp + fn), 1),
-        "tp": tp, "fp": fp, "fn": fn, "tn": tn,
-    }  # fmt: skip
+        "n": len(labelled),
+        "oom": tp + fn,
+        "accuracy": round(100 * (tp + tn) / len(labelled), 1),
+        "precision": round(100 * tp / (tp + fp), 1) if tp + fp else None,
+        "recall": round(100 * tp / (tp + fn), 1),
+        "tp": tp,
+        "fp": fp,
+        "fn": fn,
+        "tn": tn,
+    }
 
 
 def _planned(pairs: Pairs) -> dict[str, Any] | None:

@@ -1,9 +1,9 @@
 """`shoal export`: the model of a run in a format that needs nothing of Shoal.
 
-    safetensors   one file; load_state_dict(safetensors.torch.load_file(...))
-    state_dict    one file of torch.save; torch.load(..., weights_only=True)
-    hf-folder     what `save_pretrained` writes; AutoModel.from_pretrained(folder)
-    dcp           a folder of torch.distributed.checkpoint; dcp.load into FSDP2 or a plain state_dict
+safetensors   one file; load_state_dict(safetensors.torch.load_file(...))
+state_dict    one file of torch.save; torch.load(..., weights_only=True)
+hf-folder     what `save_pretrained` writes; AutoModel.from_pretrained(folder)
+dcp           a folder of torch.distributed.checkpoint; dcp.load into FSDP2 or a plain state_dict
 """
 
 from __future__ import annotations
@@ -43,9 +43,15 @@ def target_of(to: str, out: str | None, run: Path) -> tuple[str, Path]:
 
 
 def export(
-    checkpoint: Checkpoint, model: nn.Module, kind: str, path: Path, *, dtype: str | None = None,
-    overwrite: bool = False, progress: Progress = lambda nbytes: None,
-) -> dict[str, Any]:  # fmt: skip
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    kind: str,
+    path: Path,
+    *,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    progress: Progress = lambda nbytes: None,
+) -> dict[str, Any]:
     """Writes the model of a checkpoint; `model` is the job's, built without memory.
 
     Returns:
@@ -60,9 +66,13 @@ def export(
         checkpoint, model, tensors, path, progress
     )
     return {
-        "path": str(path), "format": kind, "step": checkpoint.step, "tensors": len(tensors),
-        "bytes": sum(t.nbytes for t in tensors if t.name == t.source), "load": written,
-    }  # fmt: skip
+        "path": str(path),
+        "format": kind,
+        "step": checkpoint.step,
+        "tensors": len(tensors),
+        "bytes": sum(t.nbytes for t in tensors if t.name == t.source),
+        "load": written,
+    }
 
 
 def _safetensors(

@@ -29,7 +29,7 @@ from shoal.files.table import (
     integer,
     seconds,
     shown,
-)  # fmt: skip
+)
 
 # A cluster.
 

@@ -121,6 +121,8 @@ def _like(values: np.ndarray, tensor: torch.Tensor) -> torch.Tensor:
 
 
 SEQUENCE_RULES: dict[Any, Callable[[Draw, Any, Sequence[Any], dict[str, Any]], Any]] = {
-    _aten._standard_gamma.default: _gamma, _aten._sample_dirichlet.default: _dirichlet,
-    _aten.poisson.default: _poisson, _aten.binomial.default: _binomial,
-}  # fmt: skip
+    _aten._standard_gamma.default: _gamma,
+    _aten._sample_dirichlet.default: _dirichlet,
+    _aten.poisson.default: _poisson,
+    _aten.binomial.default: _binomial,
+}

@@ -192,9 +192,13 @@ def _refusal(factory: OptimizerFactory, copies: list[Copy], name: str, error: Ex
 
 
 def _differs(
-    factory: OptimizerFactory, copies: list[Copy], layout: Layout, rows: list[Row], wanted: list[list[Tensor]],
+    factory: OptimizerFactory,
+    copies: list[Copy],
+    layout: Layout,
+    rows: list[Row],
+    wanted: list[list[Tensor]],
     reference: ProbeRun,
-) -> str:  # fmt: skip
+) -> str:
     """How another layout differs from the reference; empty if it does not."""
     single = len(layout) == len(copies) and all(len(rank) == 1 for rank in layout)
     how = "by an optimiser of its own" if single else "in slices"

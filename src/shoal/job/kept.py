@@ -15,8 +15,15 @@ from torch import nn
 OF_TORCH = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))) | {"_opt_called", "step"}
 """Attributes of every optimiser, and those that learning-rate schedulers set on one."""
 
-CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, torch.dtype,
-        torch.device)  # fmt: skip
+CODE = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    torch.dtype,
+    torch.device,
+)
 """Attributes that hold no state."""
 
 Common = dict[str, dict[str, Any]]

@@ -70,9 +70,14 @@ class LAMB(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, groups: Any, lr: float = 1e-3, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6,
+        self,
+        groups: Any,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
         weight_decay: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()

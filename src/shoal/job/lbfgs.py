@@ -33,15 +33,28 @@ class ShardedLBFGS(torch.optim.Optimizer):
     sums_over_ranks = True
 
     def __init__(
-        self, params: Any, lr: float = 1.0, max_iter: int = 20, max_eval: int | None = None,
-        tolerance_grad: float = 1e-7, tolerance_change: float = 1e-9, history_size: int = 100,
-    ) -> None:  # fmt: skip
+        self,
+        params: Any,
+        lr: float = 1.0,
+        max_iter: int = 20,
+        max_eval: int | None = None,
+        tolerance_grad: float = 1e-7,
+        tolerance_change: float = 1e-9,
+        history_size: int = 100,
+    ) -> None:
         most = max_iter * 5 // 4 if max_eval is None else max_eval
         defaults = {
-            "lr": lr, "max_iter": max_iter, "max_eval": most, "tolerance_grad": tolerance_grad,
-            "tolerance_change": tolerance_change, "history_size": history_size, "n_iter": 0, "ro": [], "h_diag": 1.0,
+            "lr": lr,
+            "max_iter": max_iter,
+            "max_eval": most,
+            "tolerance_grad": tolerance_grad,
+            "tolerance_change": tolerance_change,
+            "history_size": history_size,
+            "n_iter": 0,
+            "ro": [],
+            "h_diag": 1.0,
             "length": 0.0,
-        }  # fmt: skip
+        }
         super().__init__(params, defaults)
         if len(self.param_groups) != 1:
             raise ValueError("ShardedLBFGS has one direction for all parameters: give one group, without Job.options")
@@ -103,8 +116,9 @@ class ShardedLBFGS(torch.optim.Optimizer):
                 for state in states:
                     for number in range(1, kept):
                         state[f"change{number - 1}"], state[f"step{number - 1}"] = (
-                            state[f"change{number}"], state[f"step{number}"],
-                        )  # fmt: skip
+                            state[f"change{number}"],
+                            state[f"step{number}"],
+                        )
                 group["ro"], kept = group["ro"][1:], kept - 1
             for state, one, other in zip(states, change, stretch, strict=True):
                 state[f"change{kept}"], state[f"step{kept}"] = one, other

@@ -168,9 +168,12 @@ def has_read(tensor: Tensor) -> None:
 
 def is_on_disk(tensor: Tensor) -> bool:
     """Whether a tensor lies in such a file."""
-    return bool(_mapped) and tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter) and (
-        _address(tensor) in _mapped
-    )  # fmt: skip
+    return (
+        bool(_mapped)
+        and tensor.device.type == "cpu"
+        and type(tensor) in (Tensor, nn.Parameter)
+        and (_address(tensor) in _mapped)
+    )
 
 
 def built_on_disk(build: Callable[[], nn.Module]) -> tuple[nn.Module, str]:

@@ -54,8 +54,9 @@ def proportions(model: nn.Module) -> dict[str, dict[str, float]]:
     """What a network of mixtures has learned: name -> candidate -> its share."""
     return {
         module.name: dict(zip(module.names, module.architecture.detach().softmax(0).tolist(), strict=True))
-        for module in model.modules() if isinstance(module, MixedChoice)
-    }  # fmt: skip
+        for module in model.modules()
+        if isinstance(module, MixedChoice)
+    }
 
 
 class Both(NamedTuple):
@@ -83,9 +84,8 @@ class OneShotNet(nn.Module):
     def _with_fixed(self, architecture: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The output, without a gradient of the proportions, or of the weights."""
         fixed = {
-            name: value.detach() for name, value in self.net.named_parameters()
-            if is_architecture(name) == architecture
-        }  # fmt: skip
+            name: value.detach() for name, value in self.net.named_parameters() if is_architecture(name) == architecture
+        }
         return functional_call(self.net, fixed, tuple(args), dict(kwargs))
 
 
@@ -166,7 +166,16 @@ def one_shot(job: Job) -> Job:
         return WithArchitecture(groups, weights=job.optimizer, rate=REACH / max(1, job.steps))
 
     return replace(
-        job, name=f"{job.name}:one-shot", model=lambda: OneShotNet(job.model()), train=Halves(job.train),
-        validation=None if job.validation is None else Repeated(job.validation), inputs=inputs, loss=loss,
-        options=options, optimizer=optimizer, layout=None, target=None, callbacks=(),
-    )  # fmt: skip
+        job,
+        name=f"{job.name}:one-shot",
+        model=lambda: OneShotNet(job.model()),
+        train=Halves(job.train),
+        validation=None if job.validation is None else Repeated(job.validation),
+        inputs=inputs,
+        loss=loss,
+        options=options,
+        optimizer=optimizer,
+        layout=None,
+        target=None,
+        callbacks=(),
+    )

@@ -18,9 +18,18 @@ from shoal.job.kept import layers
 from shoal.job.pointwise import OptimizerFactory
 
 FIELDS = (
-    "global_batch", "steps", "evaluate_every", "clip", "seed", "warmup", "scale_rule", "base_batch", "batch_norm",
-    "last_batch", "ema",
-)  # fmt: skip
+    "global_batch",
+    "steps",
+    "evaluate_every",
+    "clip",
+    "seed",
+    "warmup",
+    "scale_rule",
+    "base_batch",
+    "batch_norm",
+    "last_batch",
+    "ema",
+)
 """Fields of a Job that are plain values."""
 ALIASES = {"batch": "global_batch"}
 

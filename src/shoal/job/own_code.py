@@ -158,6 +158,8 @@ def _read(job: Job, what: str, data: Data, indices: np.ndarray) -> Batch:
     with naming_the_line(job, f"{what}.batch(indices)"):
         batch = data.batch(indices)
     if not isinstance(batch, Mapping):
-        raise JobError(f"job {job.name!r}: {what}.batch(indices) returned a {type(batch).__name__}, but must return a "
-                       "dictionary {name: tensor}")  # fmt: skip
+        raise JobError(
+            f"job {job.name!r}: {what}.batch(indices) returned a {type(batch).__name__}, but must return a "
+            "dictionary {name: tensor}"
+        )
     return dict(batch)

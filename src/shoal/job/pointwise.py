@@ -20,15 +20,47 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
-KEEPS_ORDER = frozenset({
-    "view", "_unsafe_view", "_reshape_alias", "reshape", "unsqueeze", "squeeze", "alias", "detach", "view_as_real",
-    "view_as_complex", "_conj", "resolve_conj", "resolve_neg", "lift_fresh",
-})  # fmt: skip
+KEEPS_ORDER = frozenset(
+    {
+        "view",
+        "_unsafe_view",
+        "_reshape_alias",
+        "reshape",
+        "unsqueeze",
+        "squeeze",
+        "alias",
+        "detach",
+        "view_as_real",
+        "view_as_complex",
+        "_conj",
+        "resolve_conj",
+        "resolve_neg",
+        "lift_fresh",
+    }
+)
 """Views that keep the order of elements in the flattened tensor."""
-BY_ELEMENT = frozenset({
-    "fill", "zero", "copy", "clone", "_to_copy", "masked_fill", "empty_like", "zeros_like", "ones_like", "full_like",
-    "new_empty", "new_zeros", "new_ones", "new_full", "_local_scalar_dense", "set", "lift_fresh_copy", "item",
-})  # fmt: skip
+BY_ELEMENT = frozenset(
+    {
+        "fill",
+        "zero",
+        "copy",
+        "clone",
+        "_to_copy",
+        "masked_fill",
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "_local_scalar_dense",
+        "set",
+        "lift_fresh_copy",
+        "item",
+    }
+)
 """Pointwise operations that PyTorch does not tag as pointwise, and operations that read no values."""
 LENGTHS = (1, 7, 1000)
 """Lengths of slices whose steps are recorded, in addition to the engine's longest."""

@@ -50,8 +50,10 @@ def config_of(folder: Path) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise JobError(f"{folder} has no configuration that transformers {transformers.__version__} knows: "
-                       f"{str(error).splitlines()[0]}") from error  # fmt: skip
+        raise JobError(
+            f"{folder} has no configuration that transformers {transformers.__version__} knows: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
 
 
 class Pretrained:
@@ -79,9 +81,15 @@ class Pretrained:
         shows = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()  # Each rank would draw one.
         loaded, info = BUILDERS[self.kind].from_pretrained(
-            self.folder, config=copy.deepcopy(self.config), local_files_only=True, use_safetensors=True,
-            trust_remote_code=False, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True,
-        )  # fmt: skip
+            self.folder,
+            config=copy.deepcopy(self.config),
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
         if shows:
             logging.enable_progress_bar()
         wrong = [*info["missing_keys"], *(row[0] for row in info["mismatched_keys"])]

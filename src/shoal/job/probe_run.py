@@ -57,9 +57,14 @@ class ProbeRun:
         return list(self.stepping(rows, **how))
 
     def stepping(
-        self, rows: Sequence[Row], *, jumps: Mapping[int, int] | None = None, watch: PointwiseCheck | None = None,
-        sparse: bool = False, closure: bool = False,
-    ) -> Iterator[list[Tensor]]:  # fmt: skip
+        self,
+        rows: Sequence[Row],
+        *,
+        jumps: Mapping[int, int] | None = None,
+        watch: PointwiseCheck | None = None,
+        sparse: bool = False,
+        closure: bool = False,
+    ) -> Iterator[list[Tensor]]:
         """Steps once per row of gradients and yields the copies. `jumps`: step -> value to which counters are set;
         `watch` sees every operation; `closure`: pass one although the signature does not require it."""
         seen: list[dict[str, float]] = []
@@ -99,11 +104,12 @@ class ProbeRun:
             where: {
                 key: value
                 for key, value in entries.items()
-                if is_plain(value) and not holds_parameters(value, ids)
+                if is_plain(value)
+                and not holds_parameters(value, ids)
                 and self._before.get(f"{where}: {key!r}") != exact(value)
             }
             for where, entries in common(optimizer).items()
-        }  # fmt: skip
+        }
         return copied(([param.detach() for param in params], [state_of(optimizer, p) for p in params], shared))
 
     def resumed(self, factory: OptimizerFactory) -> ProbeRun:
@@ -187,8 +193,12 @@ class ProbeRun:
                 opaque[f"state of a parameter: {key!r}"] = type(value).__name__
         has_lr = all("lr" in group for group in self.optimizers[0].param_groups)
         return {
-            "name": self.name, "needs_closure": self.needs_closure, "has_lr": has_lr, "kept": kept, "opaque": opaque,
-        }  # fmt: skip
+            "name": self.name,
+            "needs_closure": self.needs_closure,
+            "has_lr": has_lr,
+            "kept": kept,
+            "opaque": opaque,
+        }
 
     def unsliceable(self) -> str:
         """Why parameters cannot be replaced by slices, other than different results; empty if they can."""

@@ -232,6 +232,7 @@ class Randomness:
         if self.exact and why not in self.unplaced:
             self.unplaced.append(why)
 
+
 def _is_fresh(generator: torch.Generator) -> bool:
     """Whether nothing was drawn since it was seeded."""
     fresh = torch.Generator().manual_seed(generator.initial_seed())

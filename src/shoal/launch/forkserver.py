@@ -49,8 +49,7 @@ class ForkServer:
     def _start(self, theirs: socket.socket, environment: Mapping[str, str]) -> Any:
         paths = [path or os.getcwd() for path in sys.path]
         code = (
-            f"import sys; sys.path[:] = {paths!r}; "
-            f"from shoal.launch.forkserver import serve; serve({theirs.fileno()})"
+            f"import sys; sys.path[:] = {paths!r}; from shoal.launch.forkserver import serve; serve({theirs.fileno()})"
         )
         # A Ctrl-C while the server still loads must not reach it; the mask is inherited, `serve` lifts it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

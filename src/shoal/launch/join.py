@@ -125,9 +125,13 @@ def join(
         time_limit = timedelta(seconds=limit_s)
         try:
             dist.init_process_group(
-                chosen, store=raw_store, rank=rank, world_size=world, timeout=time_limit,
+                chosen,
+                store=raw_store,
+                rank=rank,
+                world_size=world,
+                timeout=time_limit,
                 device_id=None if agreed.device is None else device,
-            )  # fmt: skip
+            )
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise JoinError(_lost(rank)) from error
     if described:

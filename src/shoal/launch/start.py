@@ -24,9 +24,7 @@ Target = Callable[[dict[str, Any], "Channel"], Any]
 """What a rank runs: it takes the arguments and the line to its parent, and returns a JSON value."""
 
 
-def warm_up(
-    *modules: str, threads_per_rank: int | None = None, environment: Mapping[str, str] | None = None
-) -> None:
+def warm_up(*modules: str, threads_per_rank: int | None = None, environment: Mapping[str, str] | None = None) -> None:
     """Starts the server in the background, so that it has torch and these modules by the time ranks are asked for."""
     server_for(_environment(threads_per_rank, environment)).load(modules)
 
@@ -74,9 +72,14 @@ def run_ranks(
         for order in orders:
             order["environment"] |= more
         return Supervision(
-            orders, on_message or _ignore, str(directory), server_for(variables), islands, sessions,
+            orders,
+            on_message or _ignore,
+            str(directory),
+            server_for(variables),
+            islands,
+            sessions,
             range(ranks, ranks + coming),
-        ).run()  # fmt: skip
+        ).run()
 
 
 def run_worlds(
@@ -96,20 +99,33 @@ def run_worlds(
     with private_directory() as directory:
         orders = [
             _order(
-                name, given, variables, rank=rank, world=ranks, hang_after_s=hang_after_s,
-                store=directory / f"store-{world}", before=world * ranks,
+                name,
+                given,
+                variables,
+                rank=rank,
+                world=ranks,
+                hang_after_s=hang_after_s,
+                store=directory / f"store-{world}",
+                before=world * ranks,
             )
             for world, given in enumerate(arguments)
             for rank in range(ranks)
-        ]  # fmt: skip
+        ]
         found = Supervision(orders, on_message or _ignore, str(directory), server_for(variables)).run()
     return [found[start : start + ranks] for start in range(0, len(found), ranks)]
 
 
 def _order(
-    target: str, arguments: dict[str, Any], variables: dict[str, str], *, rank: int, world: int, hang_after_s: float,
-    store: Path, before: int = 0,
-) -> dict[str, Any]:  # fmt: skip
+    target: str,
+    arguments: dict[str, Any],
+    variables: dict[str, str],
+    *,
+    rank: int,
+    world: int,
+    hang_after_s: float,
+    store: Path,
+    before: int = 0,
+) -> dict[str, Any]:
     """What one rank is told to do."""
     return {
         "target": target,

@@ -72,9 +72,15 @@ class Supervision:
     """One call of run_ranks, from the first fork to the end of the last rank."""
 
     def __init__(
-        self, orders: list[dict[str, Any]], on_message: OnMessage, directory: str, server: ForkServer,
-        islands: Sequence[Sequence[int]] = (), sessions: Path | None = None, coming: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+        self,
+        orders: list[dict[str, Any]],
+        on_message: OnMessage,
+        directory: str,
+        server: ForkServer,
+        islands: Sequence[Sequence[int]] = (),
+        sessions: Path | None = None,
+        coming: Sequence[int] = (),
+    ) -> None:
         """`islands`: ranks that may be lost together; without them the first lost rank ends the run. `sessions`: the
         folder of `sessions.py`, if lost ranks are started again; `coming`: ranks that come later, likewise started."""
         self._islands = [tuple(island) for island in islands]

@@ -202,9 +202,7 @@ class Watch:
             for label, call in dict(ledger.BOOK.last).items()
             if label in known
         }
-        return Report(
-            groups=groups, at=where_main_is(), idle_s=self._idle_s, done=self._done, stack=stack_of_main()
-        )
+        return Report(groups=groups, at=where_main_is(), idle_s=self._idle_s, done=self._done, stack=stack_of_main())
 
     def _process_of(self, rank: int) -> str:
         """What this host knows of a rank that does not answer."""

@@ -188,9 +188,12 @@ def chain(trace: Trace) -> Chain:
             seen[name] = seen.get(name, 0) + 1
     tied = frozenset(name for name, times in seen.items() if times > 1)
     return Chain(
-        links=tuple(links), tied=tied, written=_written(lifetimes), uncalled=_uncalled(trace, order),
+        links=tuple(links),
+        tied=tied,
+        written=_written(lifetimes),
+        uncalled=_uncalled(trace, order),
         renewed=tuple(name for name, change in lifetimes.changed.items() if change.reads),
-    )  # fmt: skip
+    )
 
 
 def _branch_before(lifetimes: ValueLifetimes, start: int) -> ValueRead | None:
@@ -220,8 +223,9 @@ def _written(lifetimes: ValueLifetimes) -> dict[str, Written]:
     pieces = tuple(f"{path}." for path in lifetimes.order)
     return {
         name: Written(max(bisect_right(lifetimes.starts, change.writes[-1]) - 1, 0), change.own)
-        for name, change in lifetimes.changed.items() if not name.startswith(pieces)
-    }  # fmt: skip
+        for name, change in lifetimes.changed.items()
+        if not name.startswith(pieces)
+    }
 
 
 def _pieces(trace: Trace) -> tuple[list[str], set[str]]:

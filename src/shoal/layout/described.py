@@ -116,14 +116,17 @@ def _groups(pieces: Sequence[dict[str, Any]], model: nn.Module) -> list[dict[str
         crossing = {piece["crossing_bytes"] for piece in group if piece["crossing_bytes"] is not None}
         groups.append(
             {
-                "first": group[0]["path"], "last": group[-1]["path"], "count": len(group),
-                "class": group[0]["class"], "is_block": group[0]["is_block"],
+                "first": group[0]["path"],
+                "last": group[-1]["path"],
+                "count": len(group),
+                "class": group[0]["class"],
+                "is_block": group[0]["is_block"],
                 "parameters": sum(piece["parameters"] for piece in group),
                 "cost_share": sum(piece["cost_share"] for piece in group),
                 "cuts": sum(piece["cut_before"] for piece in group),
                 "crossing_bytes": sorted(crossing),
             }
-        )  # fmt: skip
+        )
     return groups
 
 
@@ -152,11 +155,13 @@ def _stages(layout: Layout, num: int) -> list[dict[str, Any]]:
     total = sum(link.cost for link in links) or 1.0
     return [
         {
-            "first": links[first].path, "last": links[stop - 1].path, "pieces": stop - first,
+            "first": links[first].path,
+            "last": links[stop - 1].path,
+            "pieces": stop - first,
             "cost_share": sum(link.cost for link in links[first:stop]) / total,
         }
         for first, stop in layout.stages(num)
-    ]  # fmt: skip
+    ]
 
 
 def _tensor(plan: TensorPlan) -> dict[str, Any]:
@@ -226,9 +231,12 @@ def _declared(job: Job) -> dict[str, Any]:
     if hints is None:
         return {}
     told = {
-        "roles": dict(hints.roles), "stages": hints.stages and list(hints.stages), "balanced": hints.balanced,
-        "experts": hints.experts, "blocks": hints.blocks and list(hints.blocks),
-    }  # fmt: skip
+        "roles": dict(hints.roles),
+        "stages": hints.stages and list(hints.stages),
+        "balanced": hints.balanced,
+        "experts": hints.experts,
+        "blocks": hints.blocks and list(hints.blocks),
+    }
     return {name: value for name, value in told.items() if value not in ({}, None, True)}
 
 

@@ -134,14 +134,16 @@ def _resized(forward: Forward, samples: int) -> Forward:
         return tuple(None if each is None else flow(each) for each in given)
 
     return replace(
-        forward, samples=samples, outputs=flows(forward.outputs),
+        forward,
+        samples=samples,
+        outputs=flows(forward.outputs),
         calls=tuple(replace(c, arguments=flows(c.arguments), results=flows(c.results)) for c in forward.calls),
         attention=tuple(
             replace(a, query=flow(a.query), key=flow(a.key), value=flow(a.value)) for a in forward.attention
         ),
         losses=tuple(replace(each, targets=flow(each.targets)) for each in forward.losses),
         planes=tuple(event.of_samples(forward.samples, samples) for event in forward.planes),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,9 +19,11 @@ from shoal.layout.tensor.segments import NeedsSegments, Refuted
 from shoal.layout.tensor.spread import READS_SIZES_ONLY, Graph
 
 FUSED_ATTENTION = (
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-)  # fmt: skip
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
 SIZED = ("view", "_unsafe_view", "reshape", "_reshape_alias", "expand")
 """Operations whose arguments name the sizes of their result."""
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv")

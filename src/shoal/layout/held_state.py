@@ -107,9 +107,10 @@ class HeldNow:
         that were written to."""
         old = {key: copied[0] for key, (value, copied) in self._copies.items() if is_changed(value, copied)}
         rows = [
-            (held, content) for held, content in self.before
+            (held, content)
+            for held, content in self.before
             if not held.has(content) or any(id(value) in old for value in values_in(content))
-        ]  # fmt: skip
+        ]
         return rows, old
 
     def changed_names(self, model: nn.Module) -> list[str]:

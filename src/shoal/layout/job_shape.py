@@ -39,10 +39,18 @@ def shape_of(job: Job) -> tuple[Transformer, ModelFacts]:
     widths = _widths(repeated[0], hidden=facts.hidden)
     gated = len(widths) >= 2
     shape = Transformer(
-        name=job.name, layers=len(repeated), hidden=facts.hidden, heads=facts.heads, kv_heads=facts.kv_heads or 0,
-        ffn=max(widths, default=0), gated=gated, vocab=facts.vocab, tied=bool(facts.tied), experts=facts.experts or 0,
+        name=job.name,
+        layers=len(repeated),
+        hidden=facts.hidden,
+        heads=facts.heads,
+        kv_heads=facts.kv_heads or 0,
+        ffn=max(widths, default=0),
+        gated=gated,
+        vocab=facts.vocab,
+        tied=bool(facts.tied),
+        experts=facts.experts or 0,
         sequence=facts.sequence,
-    )  # fmt: skip
+    )
     return shape, facts
 
 
@@ -54,7 +62,4 @@ def _widths(block: nn.Module, *, hidden: int) -> list[int]:
     """
     linear = [module for module in block.modules() if isinstance(module, nn.Linear)]
     out = {module.in_features for module in linear if module.out_features == hidden and module.in_features != hidden}
-    return [
-        module.out_features for module in linear
-        if module.in_features == hidden and module.out_features in out
-    ]  # fmt: skip
+    return [module.out_features for module in linear if module.in_features == hidden and module.out_features in out]

@@ -74,9 +74,7 @@ def layout_of(job: Job, strategy: Strategy | None = None) -> Layout:
         assert traced is not None
         try:
             batch = job.train.batch(np.arange(min(samples, len(job.train))))
-            context = context_plan(
-                traced, by_position=_by_position(experts), trial=loss_trial(job, traced, batch)
-            )
+            context = context_plan(traced, by_position=_by_position(experts), trial=loss_trial(job, traced, batch))
         except CannotCutSequence as refusal:
             why = str(refusal)
     planes, why_no_planes = _planes(job, strategy, samples, traced)
@@ -100,9 +98,7 @@ def layout_of(job: Job, strategy: Strategy | None = None) -> Layout:
     return layout
 
 
-def _planes(
-    job: Job, strategy: Strategy | None, samples: int, traced: Trace | None
-) -> tuple[SpatialPlan | None, str]:
+def _planes(job: Job, strategy: Strategy | None, samples: int, traced: Trace | None) -> tuple[SpatialPlan | None, str]:
     """How planes are cut; without a strategy, in two."""
     term = spatial(2) if strategy is None else strategy.term(spatial)
     if term is None or term.n == 1:

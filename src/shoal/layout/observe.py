@@ -78,10 +78,13 @@ class _Watch:
             self._known[key] = len(self._known)
             self._alive.append(tensor)  # An id is unique only while its tensor is alive.
         return Flow(
-            self._known[key], tuple(int(size) for size in tensor.shape), tensor.element_size(),
-            tensor.is_floating_point(), torch.is_grad_enabled() and tensor.requires_grad,
+            self._known[key],
+            tuple(int(size) for size in tensor.shape),
+            tensor.element_size(),
+            tensor.is_floating_point(),
+            torch.is_grad_enabled() and tensor.requires_grad,
             FULL if self.forecast is None else self.forecast.part(tensor),
-        )  # fmt: skip
+        )
 
     def flows(self, tree: Any) -> tuple[Flow | None, ...]:
         return tuple(self.flow(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(tree))
@@ -153,10 +156,15 @@ def _named(names: tuple[str, ...], args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 
 def observe(
-    job: Job, batch: Mapping[str, torch.Tensor] | None = None, *, dtype: torch.dtype | None = None,
-    autocast: bool = False, real: bool = False, around: Callable[[], Any] = nullcontext,
+    job: Job,
+    batch: Mapping[str, torch.Tensor] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    autocast: bool = False,
+    real: bool = False,
+    around: Callable[[], Any] = nullcontext,
     planes: tuple[int, int] = (1, 1),
-) -> Forward:  # fmt: skip
+) -> Forward:
     """The forward of a batch (by default a few of the job's samples), on fake tensors if the model allows it. `dtype`:
     casts the model first. `real`: never on fakes (libraries call attention differently while they are traced).
     `around`: the context that the model runs in. `planes`: ranks that cut planes, along the height and the width."""
@@ -213,9 +221,14 @@ def _as_type(model: nn.Module, dtype: torch.dtype | None, mode: Any) -> nn.Modul
 
 
 def _observed(
-    job: Job, model: nn.Module, batch: dict[str, torch.Tensor], autocast: bool, planes: tuple[int, int], *,
+    job: Job,
+    model: nn.Module,
+    batch: dict[str, torch.Tensor],
+    autocast: bool,
+    planes: tuple[int, int],
+    *,
     saving: bool = True,
-) -> Forward:  # fmt: skip
+) -> Forward:
     watch = _Watch()
     if planes != (1, 1):
         watch.forecast = Forecast(Grid(planes), watch.tick, lambda: watch.module)
@@ -238,11 +251,16 @@ def _observed(
             loss, _ = job.loss_of(output, batch)
             watch.settle(loss)
     return Forward(
-        samples=len(next(iter(batch.values()))), calls=tuple(sorted(watch.calls, key=lambda call: call.start)),
-        attention=tuple(watch.attention), losses=tuple(watch.losses), norms=tuple(watch.norms),
-        saved=tuple(watch.saved), outputs=outputs, autocast_itemsize=2 if autocast else 0,
+        samples=len(next(iter(batch.values()))),
+        calls=tuple(sorted(watch.calls, key=lambda call: call.start)),
+        attention=tuple(watch.attention),
+        losses=tuple(watch.losses),
+        norms=tuple(watch.norms),
+        saved=tuple(watch.saved),
+        outputs=outputs,
+        autocast_itemsize=2 if autocast else 0,
         planes=() if watch.forecast is None else tuple(watch.forecast.events),
-    )  # fmt: skip
+    )
 
 
 def _wire_shape(number: int, wire: Wire) -> WireShape:
@@ -253,20 +271,29 @@ def _wire_shape(number: int, wire: Wire) -> WireShape:
 
 
 def job_shapes(
-    job: Job, layout: Layout, *, stages: tuple[int, ...] = (), dtype: torch.dtype | None = None,
+    job: Job,
+    layout: Layout,
+    *,
+    stages: tuple[int, ...] = (),
+    dtype: torch.dtype | None = None,
     full_parameters: bool = False,
-) -> JobShapes:  # fmt: skip
+) -> JobShapes:
     """The plain form of a job's parameters and layout, for pipelines of these numbers of stages. `full_parameters`: the
     job's optimiser needs them."""
     model = build_without_memory(job)
     chain = layout.chain
-    pieces = () if chain is None else tuple(
-        PieceShape(
-            path=link.path, parameters=link.parameters,
-            wires=tuple(_wire_shape(number, wire) for wire in link.wires),
+    pieces = (
+        ()
+        if chain is None
+        else tuple(
+            PieceShape(
+                path=link.path,
+                parameters=link.parameters,
+                wires=tuple(_wire_shape(number, wire) for wire in link.wires),
+            )
+            for number, link in enumerate(chain.links)
         )
-        for number, link in enumerate(chain.links)
-    )  # fmt: skip
+    )
     context = layout.context
     floats = {name: b for name, b in model.named_buffers() if b.is_floating_point() or b.is_complex()}
     return JobShapes(
@@ -277,14 +304,24 @@ def job_shapes(
         stages={num: tuple(layout.stages(num)) for num in stages},
         tensor=layout.tensor,
         stream=stream_blocks(model, layout.tensor) if layout.tensor is not None else (),
-        sequence=None if context is None else SequenceShape(
-            length=context.length, blocks=context.blocks, gathers=context.batch is None, views=tuple(context.holders),
+        sequence=None
+        if context is None
+        else SequenceShape(
+            length=context.length,
+            blocks=context.blocks,
+            gathers=context.batch is None,
+            views=tuple(context.holders),
             whole_from=context.whole_from,
         ),
         experts=tuple(
             ExpertShape(
-                path=layer.path, owner=layer.owner, count=layer.count, stacked=layer.form == "stacked",
-                parameters=layer.parameter_names, width=layer.width, result_width=layer.result_width,
+                path=layer.path,
+                owner=layer.owner,
+                count=layer.count,
+                stacked=layer.form == "stacked",
+                parameters=layer.parameter_names,
+                width=layer.width,
+                result_width=layer.result_width,
                 members=layer.members,
             )
             for layer in (layout.experts.layers if layout.experts is not None else ())
@@ -295,7 +332,7 @@ def job_shapes(
         buffers=_buffers(job, model),
         floats={name: tuple(b.shape) for name, b in floats.items()},
         complex_floats=any(b.is_complex() for b in floats.values()),
-    )  # fmt: skip
+    )
 
 
 def _parameters(job: Job, model: nn.Module, dtype: torch.dtype | None) -> Iterator[ParameterShape]:
@@ -315,9 +352,14 @@ def _parameters(job: Job, model: nn.Module, dtype: torch.dtype | None) -> Iterat
         if dtype is not None and (kept.is_floating_point or kept.is_complex):
             kept = dtype.to_complex() if kept.is_complex else dtype
         yield ParameterShape(
-            names=tuple(names[id(param)]), shape=tuple(param.shape), itemsize=kept.itemsize, dtype=str(kept),
-            options=known.index(options), block=block_of.get(name, -1), trains=param.requires_grad,
-        )  # fmt: skip
+            names=tuple(names[id(param)]),
+            shape=tuple(param.shape),
+            itemsize=kept.itemsize,
+            dtype=str(kept),
+            options=known.index(options),
+            block=block_of.get(name, -1),
+            trains=param.requires_grad,
+        )
 
 
 def _buffers(job: Job, model: nn.Module) -> dict[str, tuple[int, str]]:

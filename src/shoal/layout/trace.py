@@ -186,11 +186,17 @@ class _AttentionCalls(TorchFunctionMode):
         value, mask = self.recorder.value_of, given.get("attn_mask")
         self.found.append(
             TracedAttention(
-                first, len(self.recorder.ops), value(given["query"]), value(given["key"]), value(given["value"]),
-                None if mask is None else value(mask), bool(given.get("is_causal")), value(output),
+                first,
+                len(self.recorder.ops),
+                value(given["query"]),
+                value(given["key"]),
+                value(given["value"]),
+                None if mask is None else value(mask),
+                bool(given.get("is_causal")),
+                value(output),
                 self.recorder.open[-1].path if self.recorder.open else "",
             )
-        )  # fmt: skip
+        )
         return output
 
 
@@ -299,12 +305,24 @@ def _record(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], samples:
         loss, _ = job.loss_of(output, batch)
     recorder.note_reached(loss)
     return Trace(
-        model=model, fake=fake, samples=samples, values=recorder.values, ops=recorder.ops, calls=recorder.calls,
-        parameters=parameters, buffers=buffers, output=recorder.flat(output), result=recorder.as_refs(output),
-        loss=recorder.value_of(loss) if isinstance(loss, torch.Tensor) else None, model_stop=model_stop,
-        attention=attention.found, value_reads=recorder.value_reads, sized_calls=sized.found,
-        constants=recorder.constants, buffers_behind=behind,
-    )  # fmt: skip
+        model=model,
+        fake=fake,
+        samples=samples,
+        values=recorder.values,
+        ops=recorder.ops,
+        calls=recorder.calls,
+        parameters=parameters,
+        buffers=buffers,
+        output=recorder.flat(output),
+        result=recorder.as_refs(output),
+        loss=recorder.value_of(loss) if isinstance(loss, torch.Tensor) else None,
+        model_stop=model_stop,
+        attention=attention.found,
+        value_reads=recorder.value_reads,
+        sized_calls=sized.found,
+        constants=recorder.constants,
+        buffers_behind=behind,
+    )
 
 
 def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:

@@ -20,10 +20,19 @@ from shoal.layout.recorded import Op, Ref, Trace, TracedCall
 Place = tuple[int, int, int]
 """(piece, index of its call, index of the flattened result)"""
 
-SHAPE_ALONE = frozenset({
-    "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full",
-    "new_empty_strided",
-})  # fmt: skip
+SHAPE_ALONE = frozenset(
+    {
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+        "new_empty_strided",
+    }
+)
 """Operations that read the shape of a tensor but not its values."""
 
 

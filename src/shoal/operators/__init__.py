@@ -1,7 +1,7 @@
 """Convolution computed in four ways, and the choice of the fastest for a layer (docs/operators.md).
 
-    y = convolve(x, weight, bias, padding=1, method="winograd")
-    model = fastest(model, images)
+y = convolve(x, weight, bias, padding=1, method="winograd")
+model = fastest(model, images)
 """
 
 from shoal.operators.convolve import METHODS, CannotConvolve, convolve

@@ -22,9 +22,10 @@ def direct(x: torch.Tensor, weight: torch.Tensor, window: Window) -> torch.Tenso
         for column in range(kernel[1]):
             top, left = row * window.dilation[0], column * window.dilation[1]
             seen = x[
-                ..., top : top + (height - 1) * window.stride[0] + 1 : window.stride[0],
+                ...,
+                top : top + (height - 1) * window.stride[0] + 1 : window.stride[0],
                 left : left + (width - 1) * window.stride[1] + 1 : window.stride[1],
-            ]  # fmt: skip
+            ]
             found = found + weight[..., row, column] @ seen.flatten(3)
     return found.reshape(samples, out_channels, height, width)
 

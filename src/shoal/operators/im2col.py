@@ -19,9 +19,7 @@ def im2col(x: torch.Tensor, weight: torch.Tensor, window: Window) -> torch.Tenso
         # A window of one element is its own column.
         columns = window.padded(x)[..., :: window.stride[0], :: window.stride[1]].flatten(2)
     else:
-        columns = F.unfold(
-            x, weight.shape[2:], dilation=window.dilation, padding=window.padding, stride=window.stride
-        )
+        columns = F.unfold(x, weight.shape[2:], dilation=window.dilation, padding=window.padding, stride=window.stride)
     columns = columns.unflatten(1, (window.groups, -1))
     matrices = weight.reshape(window.groups, out_channels // window.groups, -1)
     return (matrices @ columns).reshape(len(x), out_channels, height, width)

@@ -32,17 +32,30 @@ def measured_convolutions(network: Network, *, progress: Callable[[str], None]) 
         samples = samples_for(operator)
         progress(f"timing convolution {number} of {len(found)}: {names[0]}, {samples} samples")
         conv = nn.Conv2d(
-            operator.in_channels, operator.out_channels, _two(operator.kernel), stride=_two(operator.stride),
-            padding=_two(operator.padding), dilation=_two(operator.dilation), groups=operator.groups, bias=False,
-        )  # fmt: skip
+            operator.in_channels,
+            operator.out_channels,
+            _two(operator.kernel),
+            stride=_two(operator.stride),
+            padding=_two(operator.padding),
+            dilation=_two(operator.dilation),
+            groups=operator.groups,
+            bias=False,
+        )
         with torch.random.fork_rng(devices=[]):
             timing = time_methods(conv, (samples, operator.in_channels, *operator.image), rounds=ROUNDS)
         own = {name: each for name, each in timing.seconds.items() if name != "library"}
-        rows.append({
-            "layers": names, "shape": operator.shape, "samples": samples, "seconds": timing.seconds,
-            "best_by_work": best_by_work(operator), "best_by_depth": best_by_depth(operator),
-            "best_by_time": min(own, key=lambda name: own[name]), "fastest": timing.best,
-        })  # fmt: skip
+        rows.append(
+            {
+                "layers": names,
+                "shape": operator.shape,
+                "samples": samples,
+                "seconds": timing.seconds,
+                "best_by_work": best_by_work(operator),
+                "best_by_depth": best_by_depth(operator),
+                "best_by_time": min(own, key=lambda name: own[name]),
+                "fastest": timing.best,
+            }
+        )
     return rows
 
 

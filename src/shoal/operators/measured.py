@@ -46,9 +46,15 @@ class ConvolutionBy(nn.Conv2d):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return convolve(
-            input, self.weight, self.bias, stride=_two(self.stride), padding=_two(self.padding),
-            dilation=_two(self.dilation), groups=self.groups, method=self.method,
-        )  # fmt: skip
+            input,
+            self.weight,
+            self.bias,
+            stride=_two(self.stride),
+            padding=_two(self.padding),
+            dilation=_two(self.dilation),
+            groups=self.groups,
+            method=self.method,
+        )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, method={self.method}"

@@ -57,9 +57,11 @@ def window_for(
             "(samples, channels, height, width) and (out channels, in channels / groups, height, width)"
         )
     found = Window(
-        stride=pair(stride, "stride"), padding=pair(padding, "padding"), dilation=pair(dilation, "dilation"),
+        stride=pair(stride, "stride"),
+        padding=pair(padding, "padding"),
+        dilation=pair(dilation, "dilation"),
         groups=groups,
-    )  # fmt: skip
+    )
     if groups < 1 or weight.shape[0] % groups or x.shape[1] != weight.shape[1] * groups:
         raise CannotConvolve(
             f"{x.shape[1]} input channels in {groups} groups do not fit a kernel of shape {tuple(weight.shape)}"

@@ -120,11 +120,18 @@ def parallelize(
     gathers = cut.sequence is not None and cut.sequence.gathers
     whole_loss = (placement.context.size if gathers else 1) * placement.planes.size
     engine = Engine(
-        model=model, placement=placement, owner=owner, clip=clip, names=names, shapes=shapes, cut=cut,
+        model=model,
+        placement=placement,
+        owner=owner,
+        clip=clip,
+        names=names,
+        shapes=shapes,
+        cut=cut,
         compression=_compression(strategy, placement, owner.buckets, clip, seed),
         counts_loss=alike and (placement.context.index == 0 or not gathers) and placement.planes.index == 0,
-        loss_share=1 / whole_loss, update_draws=update_draws,
-    )  # fmt: skip
+        loss_share=1 / whole_loss,
+        update_draws=update_draws,
+    )
     _require_offloadable(engine, offloading)
     _require_vectors(engine, strategy)
     if (level := offloading.levels.get("activations")) is not None:

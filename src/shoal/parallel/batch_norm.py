@@ -186,17 +186,22 @@ def _sync_forward(module: SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
 
 
 def _batch_norm(
-    input: torch.Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
-    momentum: float, eps: float, cudnn_enabled: bool,
-) -> torch.Tensor:  # fmt: skip
+    input: torch.Tensor,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> torch.Tensor:
     """In place of `torch.batch_norm`."""
     scope = _scope
     if scope is not None:
         scope.asked += 1
     if scope is None or not training:
-        return _plain_batch_norm(
-            input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
-        )  # fmt: skip
+        return _plain_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
     if not scope.counting:
         scope.couples = True
     replicas = scope.replicas if _across is None else _across
@@ -206,9 +211,7 @@ def _batch_norm(
             running_mean, running_var = (None if t is None else t.clone() for t in (running_mean, running_var))
             if scope.counting:
                 scope.counting[-1].take_back(1)
-        return _plain_batch_norm(
-            input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
-        )  # fmt: skip
+        return _plain_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
     if not scope.counting and _across is None and BOOK.phase != "evaluate":
         key = (input.shape[1], torch.promote_types(input.dtype, torch.float32).itemsize)
         scope.by_others.setdefault(key, [0, 0])[recomputing()] += 1

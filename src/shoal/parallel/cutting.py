@@ -145,9 +145,11 @@ def _here(cut: CutModel, plan: TensorPlan) -> TensorPlan:
         names = {name: how for name, how in words.cuts.items() if name not in cut.absent}
         runs = cut.staged.runs
         words = replace(
-            words, cuts=names, embeddings=tuple(p for p in words.embeddings if runs(p)),
+            words,
+            cuts=names,
+            embeddings=tuple(p for p in words.embeddings if runs(p)),
             heads=tuple(p for p in words.heads if runs(p)),
-        )  # fmt: skip
+        )
     return replace(plan, regions=regions, vocabulary=words if words is not None and words.cuts else None)
 
 

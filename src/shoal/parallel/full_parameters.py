@@ -185,9 +185,14 @@ class FullParameters:
     """The parameters that this rank updates for others, and the exchange before and after an update. Collective."""
 
     def __init__(
-        self, placement: Placement, cut: CutModel, buckets: Sequence[Bucket], order: Mapping[str, int],
-        *, values_held: bool,
-    ) -> None:  # fmt: skip
+        self,
+        placement: Placement,
+        cut: CutModel,
+        buckets: Sequence[Bucket],
+        order: Mapping[str, int],
+        *,
+        values_held: bool,
+    ) -> None:
         """`order` has the names of all parameters; `values_held`: every rank has the full values of uncut ones."""
         for across in (None, placement.tensor, placement.experts):
             placement.pieces(across)  # All ranks make the same groups, whichever parameters they hold.

@@ -56,9 +56,14 @@ class SlicedOptimizer:
     """
 
     def __init__(
-        self, recipe: Recipe, buckets: Sequence[Bucket], *, full: FullParameters | None = None,
-        unfused: frozenset[str] = frozenset(), offloaded: OffloadedState | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        recipe: Recipe,
+        buckets: Sequence[Bucket],
+        *,
+        full: FullParameters | None = None,
+        unfused: frozenset[str] = frozenset(),
+        offloaded: OffloadedState | None = None,
+    ) -> None:
         """`full`: the parameters that this rank updates for others, for an optimiser that is not element-wise;
         `offloaded`: where the state waits between steps, if not in memory."""
         self.offloaded = offloaded

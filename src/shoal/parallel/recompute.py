@@ -67,10 +67,16 @@ def _kept_products() -> set[Any]:
     """What selective recomputation keeps: results that cost much work for their size."""
     aten = torch.ops.aten
     names = [
-        "mm", "bmm", "addmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "convolution",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
-    ]  # fmt: skip
+    ]
     return {getattr(aten, name).default for name in names if hasattr(aten, name)}
 
 
@@ -146,9 +152,16 @@ def _mode_of(block: nn.Module, mode: str, kept: set[Any]) -> tuple[str, Any]:
 
 
 def _call(
-    name: str, block: nn.Module, forward: Any, mode: str, kept: set[Any], generators: list[StateHolder],
-    written: WrittenArguments, *args: Any, **kwargs: Any,
-) -> Any:  # fmt: skip
+    name: str,
+    block: nn.Module,
+    forward: Any,
+    mode: str,
+    kept: set[Any],
+    generators: list[StateHolder],
+    written: WrittenArguments,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     if not (block.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     state = ForwardState(name, block, generators)

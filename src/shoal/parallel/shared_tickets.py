@@ -159,8 +159,11 @@ class SharedTickets:
         counted = Counter({age: times for age, times in ages.items() if times})
         lost = [replica for replica in range(self.replicas) if replica not in self._living()]
         report = {
-            "updates": self._words[VERSION], "gradients": self._words[VERSION], "dropped": 0,
-            "repeated": self._words[REPEATED], "staleness": {str(age): times for age, times in counted.items()},
+            "updates": self._words[VERSION],
+            "gradients": self._words[VERSION],
+            "dropped": 0,
+            "repeated": self._words[REPEATED],
+            "staleness": {str(age): times for age, times in counted.items()},
             "staleness_mean": sum(age * times for age, times in counted.items()) / max(1, counted.total()),
             "staleness_max": max(counted, default=0),
         }

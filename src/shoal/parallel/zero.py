@@ -72,9 +72,12 @@ class ParameterGathering:
     """Puts the hooks on all units, and takes them off again."""
 
     def __init__(
-        self, units: list[ShardedUnit], sharding: Members, by_host: Members | None = None,
+        self,
+        units: list[ShardedUnit],
+        sharding: Members,
+        by_host: Members | None = None,
         below: MemoryLevel | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`by_host`: on accelerators, a group of the same ranks for messages between their hosts; `below`: where shards
         wait, if not in memory."""
         self.units, self.below = units, below

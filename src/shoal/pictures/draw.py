@@ -16,9 +16,13 @@ from shoal.strategy import Strategy
 from shoal.strategy.terms.axes import AxisTerm, cp, dp, ep, pp, spatial, tp
 
 PANELS: dict[type[AxisTerm], Callable[[Any], Drawing]] = {
-    dp: data_panel, tp: tensor_panel, cp: context_panel, ep: experts_panel, pp: pipeline_panel,
+    dp: data_panel,
+    tp: tensor_panel,
+    cp: context_panel,
+    ep: experts_panel,
+    pp: pipeline_panel,
     spatial: spatial_panel,
-}  # fmt: skip
+}
 
 MOST_RANKS = 16
 """Along one axis. Parts of more ranks are too thin to be seen."""

@@ -21,9 +21,13 @@ def experts_panel(term: ep) -> Drawing:
         for source, from_y in enumerate(lanes):
             for to_y in lanes:
                 drawing.arrow(
-                    start + 4, from_y + LANE_PX / 2, start + CROSSING_PX - 4, to_y + LANE_PX / 2,
-                    colour=rank_colour(source), wide=1.8 if n <= 8 else 1.0,
-                )  # fmt: skip
+                    start + 4,
+                    from_y + LANE_PX / 2,
+                    start + CROSSING_PX - 4,
+                    to_y + LANE_PX / 2,
+                    colour=rank_colour(source),
+                    wide=1.8 if n <= 8 else 1.0,
+                )
     for rank, y in enumerate(lanes):
         for x, wide, text in zip(places, wides, (f"rank {rank}", _held(rank, n), f"rank {rank}"), strict=True):
             drawing.box(x, y, wide, LANE_PX, fill=rank_colour(rank), tip=f"rank {rank}")

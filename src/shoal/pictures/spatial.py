@@ -25,13 +25,14 @@ def spatial_panel(term: spatial) -> Drawing:
     drawing.elements.append(f"<path d='{path}' fill='none' stroke='#222222' stroke-width='2' stroke-dasharray='5 3'/>")
     cut = {"height": "rows", "width": "columns", "both": "tiles"}[term.split]
     drawing.notes(
-        0, TOP_PX + SIDE_PX + 26,
+        0,
+        TOP_PX + SIDE_PX + 26,
         [
             f"each of {term.n} ranks computes its {cut} of every output; sizes may differ by one",
             f"dashed: what rank {rank} reads of the input; beyond its own part, the halo, other ranks send it",
             "backward returns the gradient of each halo to its owner; gradients of weights are summed over the ranks",
         ],
-    )  # fmt: skip
+    )
     return drawing
 
 

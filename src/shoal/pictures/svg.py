@@ -34,9 +34,17 @@ class Drawing:
     elements: list[str] = field(default_factory=list)
 
     def box(
-        self, x: float, y: float, wide: float, high: float, *, fill: str, line: str = PAPER, dashed: bool = False,
+        self,
+        x: float,
+        y: float,
+        wide: float,
+        high: float,
+        *,
+        fill: str,
+        line: str = PAPER,
+        dashed: bool = False,
         tip: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         dashes = " stroke-dasharray='3 2'" if dashed else ""
         place = f"x='{x:.1f}' y='{y:.1f}' width='{wide:.1f}' height='{high:.1f}'"
         shape = f"<rect {place} fill='{fill}' stroke='{line}'{dashes}"
@@ -44,9 +52,17 @@ class Drawing:
         self._reach(x + wide, y + high)
 
     def words(
-        self, x: float, y: float, text: str, *, size: float = 12.0, anchor: str = "start", colour: str = INK,
-        bold: bool = False, over_a_box: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        size: float = 12.0,
+        anchor: str = "start",
+        colour: str = INK,
+        bold: bool = False,
+        over_a_box: bool = False,
+    ) -> None:
         """`y` is the line the letters stand on; `anchor` is start, middle or end. `over_a_box`: whose tip is to be
         seen through them."""
         weight = " font-weight='600'" if bold else ""
@@ -80,9 +96,14 @@ class Drawing:
         self._reach(max(x1, x2), max(y1, y2))
 
     def curve(
-        self, points: Sequence[tuple[float, float]], *, colour: str, wide: float = 1.6, dashed: bool = False,
+        self,
+        points: Sequence[tuple[float, float]],
+        *,
+        colour: str,
+        wide: float = 1.6,
+        dashed: bool = False,
         filled: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Straight lines from point to point, or the area that they enclose."""
         dashes = " stroke-dasharray='4 3'" if dashed else ""
         look = f"fill='{colour}'" if filled else f"fill='none' stroke='{colour}' stroke-width='{wide:g}'{dashes}"

@@ -44,10 +44,15 @@ def distinct(column: Column) -> Column:
 SEARCHED: tuple[CompressTerm, ...] = tuple(method.sample() for method in compressors() if method.searched)
 """Compressions that plans try: of each kind one or two (fewer bits, signs, fewer elements, low rank)."""
 COMPRESSORS: tuple[CompressTerm, ...] = (
-    none(), *SEARCHED,
-    *(term for method in compressors() for term in method.measured()
-      if term not in SEARCHED and term.ring_bytes(1.0, 1.0, ranks=2, itemsize=4) is not None),
-)  # fmt: skip
+    none(),
+    *SEARCHED,
+    *(
+        term
+        for method in compressors()
+        for term in method.measured()
+        if term not in SEARCHED and term.ring_bytes(1.0, 1.0, ranks=2, itemsize=4) is not None
+    ),
+)
 """Codes of the column `compress`: nothing, those that are searched, and the others with an estimate."""
 
 ORDERS: tuple[tuple[str, ...], ...] = (
@@ -62,9 +67,22 @@ ORDERS: tuple[tuple[str, ...], ...] = (
 
 
 FAMILIES = (
-    "serial", "dp", "zero", "tp", "pp", "cp", "dp + tp", "dp + pp", "tp + pp", "3D (dp, tp, pp)", "with cp", "with ep",
-    "hybrid shards", "compressed", "local steps",
-)  # fmt: skip
+    "serial",
+    "dp",
+    "zero",
+    "tp",
+    "pp",
+    "cp",
+    "dp + tp",
+    "dp + pp",
+    "tp + pp",
+    "3D (dp, tp, pp)",
+    "with cp",
+    "with ep",
+    "hybrid shards",
+    "compressed",
+    "local steps",
+)
 """By the axes that a strategy uses; of those that apply the last."""
 
 
@@ -127,10 +145,21 @@ class Candidates:
         data = (self.dp * self.outer > 1) | (self.ep > 1)
         tensor, pipeline, context = self.tp > 1, self.pp > 1, self.cp > 1
         masks = (
-            data, data & (self.zero > 0), tensor, pipeline, context, data & tensor, data & pipeline, tensor & pipeline,
-            tensor & pipeline & data, context & (data | tensor | pipeline), self.ep > 1,
-            (self.outer > 1) & (self.compress == 0), self.compress > 0, self.local > 0,
-        )  # fmt: skip
+            data,
+            data & (self.zero > 0),
+            tensor,
+            pipeline,
+            context,
+            data & tensor,
+            data & pipeline,
+            tensor & pipeline,
+            tensor & pipeline & data,
+            context & (data | tensor | pipeline),
+            self.ep > 1,
+            (self.outer > 1) & (self.compress == 0),
+            self.compress > 0,
+            self.local > 0,
+        )
         found = np.zeros(len(self), dtype=np.int8)
         for code, mask in enumerate(masks, start=1):
             found[mask] = code
@@ -191,8 +220,10 @@ def of_strategies(strategies: Sequence[Strategy], *, global_batch: int) -> Candi
         raise ValueError(f"strategies of several precisions ({', '.join(sorted(precisions))}); estimate one at a time")
     return Candidates(
         **{name: np.array([row[name] for row in rows], dtype=np.int64) for name in COLUMNS},
-        global_batch=global_batch, precision=precisions.pop(), sync=next(iter(rules), None),
-    )  # fmt: skip
+        global_batch=global_batch,
+        precision=precisions.pop(),
+        sync=next(iter(rules), None),
+    )
 
 
 def _row(strategy: Strategy) -> dict[str, Any]:
@@ -200,21 +231,27 @@ def _row(strategy: Strategy) -> dict[str, Any]:
     strange = [term for term in strategy.terms if type(term) not in (dp, pp, tp, cp, ep, recompute, amp, accumulate)]
     if strange or len(levels) > 2:
         what = str(strange[0]) if strange else f"{len(levels)} levels of dp"
-        raise ValueError(f"{strategy}: there is no estimate for {what}; dp (two levels), pp, tp, cp, ep, accumulate, "
-                         "recompute and amp have one")  # fmt: skip
+        raise ValueError(
+            f"{strategy}: there is no estimate for {what}; dp (two levels), pp, tp, cp, ep, accumulate, "
+            "recompute and amp have one"
+        )
     for level in levels:
         known = dp(1, sync=level.sync) if level.sync.period is not None else dp(1)
         if str(level.replace(n=1, zero=0, compress=none())) != str(known):
             if isinstance(level.via, ps) or isinstance(level.sync, hogwild):
                 raise ValueError(f"{strategy}: plans have no estimate for {level}; `shoal simulate` has one")
-            raise ValueError(f"{strategy}: there is no estimate for {level}; only sync=bsp() and rules of islands, "
-                             "such as local(h), by all-reduce have one")  # fmt: skip
+            raise ValueError(
+                f"{strategy}: there is no estimate for {level}; only sync=bsp() and rules of islands, "
+                "such as local(h), by all-reduce have one"
+            )
     alone = [level for level in levels if not isinstance(level.compress, none) or level.sync.period is not None]
     inner = levels[-1] if levels and (len(levels) == 2 or not alone) else None
     outer = levels[0] if levels and (len(levels) == 2 or alone) else None
     if outer is not None and (outer.zero or (inner is not None and inner in alone)):
-        raise ValueError(f"{strategy}: there is no estimate for zero outside, or compression or local steps inside; "
-                         "shard the inner level, compress or average the outer one")  # fmt: skip
+        raise ValueError(
+            f"{strategy}: there is no estimate for zero outside, or compression or local steps inside; "
+            "shard the inner level, compress or average the outer one"
+        )
     loose = outer.sync if outer is not None and outer.sync.period is not None and outer.n > 1 else None
     term = outer.compress if outer is not None else none()
     if term not in COMPRESSORS:
@@ -226,18 +263,27 @@ def _row(strategy: Strategy) -> dict[str, Any]:
     placed = ["dp" if name.startswith("dp") else name for name in placed]
     order = next((code for code, each in enumerate(ORDERS) if [a for a in each if a in placed] == placed), None)
     if order is None or (outer is not None and strategy.axes[0].term is not outer and outer.n > 1):
-        raise ValueError(f"{strategy}: there is no estimate for this placement; the last axes lie innermost, "
-                         "try the order dp * pp * dp * cp * tp")  # fmt: skip
+        raise ValueError(
+            f"{strategy}: there is no estimate for this placement; the last axes lie innermost, "
+            "try the order dp * pp * dp * cp * tp"
+        )
     return {
-        "outer": outer.n if outer else 1, "dp": inner.n if inner else 1, "ep": experts.n if experts else 1,
-        "tp": tensor.n if tensor else 1, "cp": context.n if context else 1, "pp": pipeline.n if pipeline else 1,
+        "outer": outer.n if outer else 1,
+        "dp": inner.n if inner else 1,
+        "ep": experts.n if experts else 1,
+        "tp": tensor.n if tensor else 1,
+        "cp": context.n if context else 1,
+        "pp": pipeline.n if pipeline else 1,
         "ulysses": int(bool(context and context.n > 1 and context.method == "ulysses")),
         "zero": inner.zero if inner and inner.n > 1 else 0,
         "sequence": int(bool(tensor and tensor.n > 1 and tensor.sequence)),
         "micro": strategy.micro_batches,
         "schedule": SCHEDULES.index(pipeline.schedule) if pipeline and pipeline.n > 1 else 0,
-        "chunks": pipeline.chunks if pipeline else 1, "recompute": RECOMPUTE.index(kept.kind) if kept else 0,
-        "order": order, "compress": COMPRESSORS.index(term), "local": loose.period if loose else 0,
+        "chunks": pipeline.chunks if pipeline else 1,
+        "recompute": RECOMPUTE.index(kept.kind) if kept else 0,
+        "order": order,
+        "compress": COMPRESSORS.index(term),
+        "local": loose.period if loose else 0,
         "sync": loose,
         "precision": precise.dtype if precise else "fp32",
-    }  # fmt: skip
+    }

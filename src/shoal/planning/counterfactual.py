@@ -146,8 +146,9 @@ def other_degrees(plan: Plan) -> list[Change]:
     if schedule:
         wanted += [
             ("schedule", f"{SCHEDULES[schedule]} -> {name}", SCHEDULES.index(name))
-            for name in ("1f1b", "interleaved", "zero-bubble") if name != SCHEDULES[schedule]
-        ]  # fmt: skip
+            for name in ("1f1b", "interleaved", "zero-bubble")
+            if name != SCHEDULES[schedule]
+        ]
     held = {
         name: getattr(rows, name) == getattr(rows, name)[best]
         for name in ("tp", "pp", "cp", "ep", "zero", "recompute", "outer", "compress")
@@ -205,9 +206,10 @@ def compression_overtakes(plan: Plan) -> Change | None:
     assert winner.best is not None
     text = f"{winner.strategy(winner.best)} overtakes dense gradients (now {now_gb_s * 8:.3g} Gb/s a device)"
     return Change(
-        what=f"a bandwidth below {low * now_gb_s * 8:.3g} Gb/s a device between nodes", outcome=text,
+        what=f"a bandwidth below {low * now_gb_s * 8:.3g} Gb/s a device between nodes",
+        outcome=text,
         strategy=str(winner.strategy(winner.best)),
-    )  # fmt: skip
+    )
 
 
 def _near(plan: Plan) -> Candidates:
@@ -250,13 +252,19 @@ def _space_ahead(plan: Plan) -> Space:
     def there(name: str, *more: int) -> tuple[int, ...]:
         return tuple(int(each) for each in sorted({*getattr(rows, name).tolist(), *more}))
 
-    pipelines = {(SCHEDULES[schedule], chunks) for schedule, chunks in
-                 zip(rows.schedule.tolist(), rows.chunks.tolist(), strict=True) if schedule}  # fmt: skip
+    pipelines = {
+        (SCHEDULES[schedule], chunks)
+        for schedule, chunks in zip(rows.schedule.tolist(), rows.chunks.tolist(), strict=True)
+        if schedule
+    }
     return Space(
-        zeros=there("zero", 1), sequences=there("sequence"), pipelines=tuple(sorted(pipelines | {("1f1b", 1)})),
-        micro_batches=there("micro_batch", 1), orders=there("order", 0),
+        zeros=there("zero", 1),
+        sequences=there("sequence"),
+        pipelines=tuple(sorted(pipelines | {("1f1b", 1)})),
+        micro_batches=there("micro_batch", 1),
+        orders=there("order", 0),
         recomputes=tuple(RECOMPUTE[each] for each in there("recompute", 0)),
-    )  # fmt: skip
+    )
 
 
 def _change(what: str, plan: Plan, changed: Plan) -> Change:
@@ -343,15 +351,16 @@ def _offloading(plan: Plan, row: int, split: dict[str, float], *, need: float, l
     question, cluster = plan.question, plan.question.cluster
     state, parameters, kept = (split.get(name, 0.0) for name in ("optimizer", "parameters", "activations"))
     alone = price_candidates(
-        plan.priced.rows.rows(np.array([row])), shape=question.shape, cluster=cluster, profile=question.profile,
+        plan.priced.rows.rows(np.array([row])),
+        shape=question.shape,
+        cluster=cluster,
+        profile=question.profile,
         everything=True,
-    )  # fmt: skip
+    )
     step_s = float(alone.step_s[0])
     update_s = float(alone.split_s["optimizer"][0])
     # A backward pass is two forward passes' worth of work.
-    phases = StepPhases(
-        forward_s=(step_s - update_s) / 3, backward_s=(step_s - update_s) * 2 / 3, update_s=update_s
-    )
+    phases = StepPhases(forward_s=(step_s - update_s) / 3, backward_s=(step_s - update_s) * 2 / 3, update_s=update_s)
     zero = max((level.zero for level in plan.strategy(row).dp_levels), default=0)
     for terms, sizes in (
         ('offload("optimizer")', {"state_bytes": state}),

@@ -24,8 +24,12 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Samples in a micro-batch; the full share of a replica is tried too where it is smaller."""
 CHUNKS = (2, 3, 4, 6, 8)
 PIPELINES: tuple[tuple[str, int], ...] = (
-    ("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("zero-bubble", 2), *(("interleaved", chunks) for chunks in CHUNKS),
-)  # fmt: skip
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("zero-bubble", 1),
+    ("zero-bubble", 2),
+    *(("interleaved", chunks) for chunks in CHUNKS),
+)
 """(schedule, chunks). Not pipedream: it changes what is learned, and clipping and tied weights forbid it."""
 AXES = ("tp", "cp", "ep", "dp", "pp")
 FEWEST_TOKENS = 256
@@ -69,9 +73,10 @@ def enumerate_legal(
         columns, keep=lambda each: (each["pp"] > 1) == (each["pipeline"] > 0), pipeline=np.arange(len(schedules))
     )
     columns = _crossed(
-        columns, keep=lambda each: _canonical_order(each) & ((each["outer"] == 1) | (each["order"] == 0)),
+        columns,
+        keep=lambda each: _canonical_order(each) & ((each["outer"] == 1) | (each["order"] == 0)),
         order=np.array(space.orders if several else (0,)),
-    )  # fmt: skip
+    )
     columns = _crossed(columns, recompute=np.array([RECOMPUTE.index(each) for each in space.recomputes]))
     columns["schedule"], columns["chunks"] = (
         np.array(each, dtype=np.int32)[columns["pipeline"]] for each in zip(*schedules, strict=True)
@@ -127,9 +132,12 @@ def compressible(rows: Candidates, *, node: int) -> Column:
     outer = _between_nodes(rows, node=node)
     outermost = (rows.order == 1) | ((rows.pp == 1) & (rows.order == 0))
     return (
-        (rows.outer == 1) & (rows.compress == 0) & outermost & (outer > 1)
+        (rows.outer == 1)
+        & (rows.compress == 0)
+        & outermost
+        & (outer > 1)
         & ((rows.zero == 0) | ((rows.zero == 1) & (rows.dp > outer)))
-    )  # fmt: skip
+    )
 
 
 def compressed(rows: Candidates, *, node: int) -> Candidates:

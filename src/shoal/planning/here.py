@@ -168,21 +168,30 @@ class OverLink:
 
 
 def over_link(
-    model: JobModel, machine: Machine, link: LinkTimes, *, bytes_per_s: float, periods: Sequence[int],
+    model: JobModel,
+    machine: Machine,
+    link: LinkTimes,
+    *,
+    bytes_per_s: float,
+    periods: Sequence[int],
     optimizer: str = "adamw",
-) -> list[OverLink]:  # fmt: skip
+) -> list[OverLink]:
     """Dense gradients, every compression that was timed on this machine, and islands of each period, best first."""
     setting = _setting(model, machine, link)
     found = [OverLink(strategy=Strategy(dp(2)), step_s=setting.dense_s(bytes_per_s), slowdown=1.0)]
     for term, codec in _codecs(machine).items():
         step_s = setting.compressed_s(term, codec, bytes_per_s)
-        found.append(OverLink(strategy=Strategy(dp(2, compress=term)), step_s=step_s,
-                              slowdown=SLOWDOWNS[type(term).__name__]))  # fmt: skip
+        found.append(
+            OverLink(strategy=Strategy(dp(2, compress=term)), step_s=step_s, slowdown=SLOWDOWNS[type(term).__name__])
+        )
     for period_ in periods:
-        found.append(OverLink(
-            strategy=Strategy(dp(2, sync=diloco(period_))), step_s=setting.islands_s(period_, bytes_per_s),
-            slowdown=local_slowdown(period_, optimizer=optimizer),
-        ))  # fmt: skip
+        found.append(
+            OverLink(
+                strategy=Strategy(dp(2, sync=diloco(period_))),
+                step_s=setting.islands_s(period_, bytes_per_s),
+                slowdown=local_slowdown(period_, optimizer=optimizer),
+            )
+        )
     return sorted(found, key=lambda each: (each.score_s, str(each.strategy)))
 
 
@@ -218,7 +227,5 @@ def _buckets(model: JobModel, compute_s: float) -> tuple[ReducedBucket, ...]:
     for group in groups:
         done += 4 * sum(map(prod, group))
         # A third of computing is forward.
-        found.append(
-            ReducedBucket(shapes=tuple(group), ready_s=compute_s * (1 + 2 * done / model.parameter_bytes) / 3)
-        )  # fmt: skip
+        found.append(ReducedBucket(shapes=tuple(group), ready_s=compute_s * (1 + 2 * done / model.parameter_bytes) / 3))
     return tuple(found)

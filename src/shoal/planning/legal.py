@@ -18,10 +18,18 @@ BETWEEN_GROUPS = np.array([term.between_groups for term in COMPRESSORS])
 def facts_of(shape: Transformer, *, global_batch: int) -> ModelFacts:
     """What legality needs to know of a shape. Gradients are taken to be clipped, as everybody does who trains one."""
     return ModelFacts(
-        layers=shape.layers, heads=shape.heads, kv_heads=shape.kv_heads, hidden=shape.hidden, vocab=shape.vocab,
-        sequence=shape.sequence, experts=shape.experts, global_batch=global_batch, tied=shape.tied, clips=True,
+        layers=shape.layers,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        hidden=shape.hidden,
+        vocab=shape.vocab,
+        sequence=shape.sequence,
+        experts=shape.experts,
+        global_batch=global_batch,
+        tied=shape.tied,
+        clips=True,
         elementwise_optimizer=True,
-    )  # fmt: skip
+    )
 
 
 def legal(rows: Candidates, *, world: int, facts: ModelFacts) -> Column:

@@ -31,13 +31,16 @@ def link_words(plan: Plan) -> list[str]:
     masks = [together, (rows.local == 0) & (rows.compress > 0)]
     for steps in periods:
         masks += [(rows.local == steps) & (rows.compress == 0), (rows.local == steps) & (rows.compress > 0)]
-    known = sorted((row for row in (_best(plan, mask) for mask in masks) if row is not None),
-                   key=lambda row: plan.score[row])  # fmt: skip
+    known = sorted(
+        (row for row in (_best(plan, mask) for mask in masks) if row is not None), key=lambda row: plan.score[row]
+    )
     lines += [_sentence(plan, row, dense) for row in known]
     enough = next((steps for steps in periods if _exchange(plan, steps) <= SMALL), None)
     if enough is not None:
-        lines.append(f"From {enough} steps on an exchange takes at most {SMALL:.0%} of a step: longer periods gain "
-                     "little and learn less.")  # fmt: skip
+        lines.append(
+            f"From {enough} steps on an exchange takes at most {SMALL:.0%} of a step: longer periods gain "
+            "little and learn less."
+        )
     lines.append(_server_words(plan, dense))
     lines.append(f"So: {_name(plan, known[0])}: {plan.strategy(known[0])}")
     return lines

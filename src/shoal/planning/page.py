@@ -18,16 +18,29 @@ from shoal.planning.rank import Plan, pareto
 
 PAGE = Path(__file__).with_name("page")
 COLOURS = {
-    "compute": "#4c78a8", "host": "#9aa5b1", "tensor": "#f58518", "context": "#eeca3b", "expert": "#b279a2",
-    "data": "#e45756", "pipeline": "#72b7b2", "bubble": "#c3c9d1", "optimizer": "#54a24b", "other": "#9d755d",
-}  # fmt: skip
+    "compute": "#4c78a8",
+    "host": "#9aa5b1",
+    "tensor": "#f58518",
+    "context": "#eeca3b",
+    "expert": "#b279a2",
+    "data": "#e45756",
+    "pipeline": "#72b7b2",
+    "bubble": "#c3c9d1",
+    "optimizer": "#54a24b",
+    "other": "#9d755d",
+}
 MEANT = {
-    "compute": "matrix products, attention and the rest of the kernels", "host": "the device waits for launches",
-    "tensor": "messages of tp", "context": "messages of cp that attention does not hide", "expert": "messages of ep",
-    "data": "gradients and gathered parameters that nothing hides", "pipeline": "messages between stages",
-    "bubble": "stages that wait for each other", "optimizer": "the update",
+    "compute": "matrix products, attention and the rest of the kernels",
+    "host": "the device waits for launches",
+    "tensor": "messages of tp",
+    "context": "messages of cp that attention does not hide",
+    "expert": "messages of ep",
+    "data": "gradients and gathered parameters that nothing hides",
+    "pipeline": "messages between stages",
+    "bubble": "stages that wait for each other",
+    "optimizer": "the update",
     "other": "once a step: data, clipping; and waiting for the slowest node",
-}  # fmt: skip
+}
 MOST_POINTS = 600
 NO_CHANGE = 5e-4
 
@@ -36,11 +49,18 @@ def plan_page(plan: Plan, report: dict[str, Any]) -> str:
     """The page."""
     best = report["plans"][0]
     return render(
-        PAGE / "plan.html.j2", data=_drawn(plan, report), script=PAGE / "plan.js", style=PAGE / "plan.css",
-        title=report["heading"], subtitle=report["asked"], best=best, tiles=_tiles(plan, report),
-        follow=_follow(plan, report), assumptions=report["assumptions"],
+        PAGE / "plan.html.j2",
+        data=_drawn(plan, report),
+        script=PAGE / "plan.js",
+        style=PAGE / "plan.css",
+        title=report["heading"],
+        subtitle=report["asked"],
+        best=best,
+        tiles=_tiles(plan, report),
+        follow=_follow(plan, report),
+        assumptions=report["assumptions"],
         changes=[_change(each) for each in report["changes"]],
-    )  # fmt: skip
+    )
 
 
 def _tiles(plan: Plan, report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -50,10 +70,13 @@ def _tiles(plan: Plan, report: dict[str, Any]) -> list[tuple[str, str]]:
     tiles = [
         (best["step"], f"a step; {seconds(least_s)} to {seconds(most_s)} by the validation's error"),
         (best["time"], f"to the target, in {best['steps_to_target']:,.0f} steps"),
-        (best["memory"], f"a device, ±{report['errors']['memory']:.0%}; {gigabytes(cluster['limit_bytes'])} of "
-                         f"{gigabytes(cluster['memory_bytes'])} may be planned for"),
+        (
+            best["memory"],
+            f"a device, ±{report['errors']['memory']:.0%}; {gigabytes(cluster['limit_bytes'])} of "
+            f"{gigabytes(cluster['memory_bytes'])} may be planned for",
+        ),
         (amount(best), f"cost to the target{_paid_for(plan)}"),
-    ]  # fmt: skip
+    ]
     if best["energy"]:
         tiles.append((best["energy"], f"at {cluster['watts']:g} W a device"))
     return tiles
@@ -82,9 +105,13 @@ def _change(change: dict[str, Any]) -> dict[str, Any]:
     figure, _, rest = outcome.partition(" ") if kind else ("", "", outcome)
     found = strategy if strategy and strategy in rest else ""
     return {
-        "what": change["what"], "kind": kind, "figure": figure, "strategy": found,
-        "rest": rest.partition(found)[0] if found else rest, "after": rest.partition(found)[2] if found else "",
-    }  # fmt: skip
+        "what": change["what"],
+        "kind": kind,
+        "figure": figure,
+        "strategy": found,
+        "rest": rest.partition(found)[0] if found else rest,
+        "after": rest.partition(found)[2] if found else "",
+    }
 
 
 def _drawn(plan: Plan, report: dict[str, Any]) -> dict[str, Any]:
@@ -95,12 +122,16 @@ def _drawn(plan: Plan, report: dict[str, Any]) -> dict[str, Any]:
         "plans": [_row(row, number) for number, row in enumerate(report["plans"], start=1)],
         "families": [_row(row, number) for number, row in enumerate(report["families"], start=1)],
         "front": [_row(row, number) for number, row in enumerate(report["pareto"], start=1)],
-        "points": _points(plan), "limit_bytes": float(plan.priced.limit_bytes), "errors": {
-            "step": report["errors"]["step"], "memory": report["errors"]["memory"],
+        "points": _points(plan),
+        "limit_bytes": float(plan.priced.limit_bytes),
+        "errors": {
+            "step": report["errors"]["step"],
+            "memory": report["errors"]["memory"],
         },
-        "money": any(row.get("cost_in") == "money" for row in rows), "energy": any(row.get("energy") for row in rows),
+        "money": any(row.get("cost_in") == "money" for row in rows),
+        "energy": any(row.get("energy") for row in rows),
         "parts": [[name, name, COLOURS[name], MEANT[name]] for name in shown],
-    }  # fmt: skip
+    }
 
 
 def _row(row: dict[str, Any], number: int) -> dict[str, Any]:
@@ -109,13 +140,31 @@ def _row(row: dict[str, Any], number: int) -> dict[str, Any]:
     found |= {"rank": number, "family": row.get("family") or row["family_of"], "title": row["strategy"]}
     if not row["fits"]:
         misses = f"does not fit: misses by {gigabytes(-row['margin_bytes'])}"
-        return {**found, "why": "", "contract": "", "misses": misses,
-                "step_s": None, "step": None, "time_s": None, "time": None, "cost": None}  # fmt: skip
+        return {
+            **found,
+            "why": "",
+            "contract": "",
+            "misses": misses,
+            "step_s": None,
+            "step": None,
+            "time_s": None,
+            "time": None,
+            "cost": None,
+        }
     return {
-        **found, "why": row["why"], "contract": row["contract"], "step_s": row["step_s"], "step": row["step"],
-        "time_s": row["time_to_target_s"], "time": row["time"], "cost": row["cost"], "costs": amount(row),
-        "energy": row["energy"], "energy_j": row["energy_kwh"], "split_s": row["split_s"],
-    }  # fmt: skip
+        **found,
+        "why": row["why"],
+        "contract": row["contract"],
+        "step_s": row["step_s"],
+        "step": row["step"],
+        "time_s": row["time_to_target_s"],
+        "time": row["time"],
+        "cost": row["cost"],
+        "costs": amount(row),
+        "energy": row["energy"],
+        "energy_j": row["energy_kwh"],
+        "split_s": row["split_s"],
+    }
 
 
 def _points(plan: Plan) -> list[tuple[float, float, str, str, bool]]:
@@ -125,7 +174,12 @@ def _points(plan: Plan) -> list[tuple[float, float, str, str, bool]]:
     rows = [*(int(row) for row in plan.ranked[chosen] if int(row) not in front), *sorted(front)]
     priced = plan.priced
     return [
-        (float(priced.memory_bytes[row]), float(priced.step_s[row]), FAMILIES[int(priced.rows.family[row])],
-         str(plan.strategy(row)), row in front)
+        (
+            float(priced.memory_bytes[row]),
+            float(priced.step_s[row]),
+            FAMILIES[int(priced.rows.family[row])],
+            str(plan.strategy(row)),
+            row in front,
+        )
         for row in rows
-    ]  # fmt: skip
+    ]

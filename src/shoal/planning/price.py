@@ -69,10 +69,13 @@ class Priced:
     def chosen(self, which: Column) -> Priced:
         """Some of the rows."""
         return replace(
-            self, rows=self.rows.rows(which), step_s=self.step_s[which], memory_bytes=self.memory_bytes[which],
+            self,
+            rows=self.rows.rows(which),
+            step_s=self.step_s[which],
+            memory_bytes=self.memory_bytes[which],
             split_s={name: column[which] for name, column in self.split_s.items()},
             memory_split_bytes={name: column[which] for name, column in self.memory_split_bytes.items()},
-        )  # fmt: skip
+        )
 
 
 def joined(first: Priced, second: Priced) -> Priced:
@@ -111,11 +114,9 @@ def price_candidates(
         step_s=np.concatenate([part.step_s for part in parts]),
         split_s={name: np.concatenate([part.split_s[name] for part in parts]) for name in SPLIT},
         memory_bytes=np.concatenate([part.memory_bytes for part in parts]),
-        memory_split_bytes={
-            name: np.concatenate([part.memory_split_bytes[name] for part in parts]) for name in causes
-        },
+        memory_split_bytes={name: np.concatenate([part.memory_split_bytes[name] for part in parts]) for name in causes},
         limit_bytes=parts[0].limit_bytes,
-    )  # fmt: skip
+    )
 
 
 def simulated(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile = GOOD) -> dict[str, Column]:
@@ -133,10 +134,24 @@ def inputs_of(rows: Candidates, *, shape: Transformer, cluster: Cluster) -> Inpu
     """The group inside the outer level of each row, as the cost model reads it."""
     replicas = rows.dp * rows.ep
     return inputs_for(
-        shape, cluster, rows.global_batch / rows.outer, dp=replicas, tp=rows.tp, pp=rows.pp, cp=rows.cp, ep=rows.ep,
-        ulysses=rows.ulysses, zero=rows.zero, sequence=rows.sequence, micro_batch=rows.micro_batch, chunks=rows.chunks,
-        schedule=rows.schedule, recompute=rows.recompute, precision=rows.precision, placed=_strides(rows),
-    )  # fmt: skip
+        shape,
+        cluster,
+        rows.global_batch / rows.outer,
+        dp=replicas,
+        tp=rows.tp,
+        pp=rows.pp,
+        cp=rows.cp,
+        ep=rows.ep,
+        ulysses=rows.ulysses,
+        zero=rows.zero,
+        sequence=rows.sequence,
+        micro_batch=rows.micro_batch,
+        chunks=rows.chunks,
+        schedule=rows.schedule,
+        recompute=rows.recompute,
+        precision=rows.precision,
+        placed=_strides(rows),
+    )
 
 
 def step_costs_of(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile = GOOD) -> StepCosts:
@@ -145,8 +160,9 @@ def step_costs_of(rows: Candidates, *, shape: Transformer, cluster: Cluster, pro
     split = {name: column + np.zeros(1) for name, column in step_split_s(inputs, profile, simulate=False).items()}
     outer = int(rows.outer[0])
     outer_s = float(_between_groups_s(rows, inputs, split, profile=profile)[0]) if outer > 1 else 0.0
-    return step_costs(inputs, profile, outer=outer, outer_s=outer_s, local_steps=int(rows.local[0]),
-                      devices=int(rows.world[0]))  # fmt: skip
+    return step_costs(
+        inputs, profile, outer=outer, outer_s=outer_s, local_steps=int(rows.local[0]), devices=int(rows.world[0])
+    )
 
 
 def _strides(rows: Candidates) -> dict[str, Column]:

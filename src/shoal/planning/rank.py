@@ -119,12 +119,15 @@ class Plan:
         """A row in the form that a measured run has too."""
         priced = self.priced
         return Estimate(
-            strategy=str(self.strategy(row)), world=self.question.cluster.devices, step_s=float(priced.step_s[row]),
+            strategy=str(self.strategy(row)),
+            world=self.question.cluster.devices,
+            step_s=float(priced.step_s[row]),
             step_split={name: float(column[row]) for name, column in priced.split_s.items()},
             memory_bytes=round(float(priced.memory_bytes[row])),
             memory_split={name: round(float(column[row])) for name, column in priced.memory_split_bytes.items()},
-            steps_to_target=self.steps(row), time_to_target_s=self.time_s(row),
-        )  # fmt: skip
+            steps_to_target=self.steps(row),
+            time_to_target_s=self.time_s(row),
+        )
 
     def device_hours(self, row: int) -> float:
         """To the target, of all devices."""
@@ -258,9 +261,9 @@ def scores(question: Question, rows: Candidates, step_s: Column) -> Column:
     same time tie, whatever their last digits."""
     if question.by == "step":
         return np.asarray(step_s.astype(np.float32))
-    steps = np.array([
-        question.target.steps(question.global_batch, compress=type(term).__name__) for term in COMPRESSORS
-    ])[rows.compress]  # fmt: skip
+    steps = np.array(
+        [question.target.steps(question.global_batch, compress=type(term).__name__) for term in COMPRESSORS]
+    )[rows.compress]
     for local_steps in distinct(rows.local[rows.local > 0]).tolist():
         slower = local_slowdown(local_steps, optimizer=question.target.optimizer)
         steps = steps * np.where(rows.local == local_steps, slower, 1.0)

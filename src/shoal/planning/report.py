@@ -46,11 +46,19 @@ def plan_report(plan: Plan, *, top: int, changes: Sequence[Change]) -> dict[str,
         "heading": f"{question.shape.name} on {cluster.devices:,} x {device.name}",
         "asked": f"Cluster {cluster.name}, {asked}.",
         "model": {"name": question.shape.name, "parameters": question.shape.parameters},
-        "cluster": {"name": cluster.name, "devices": cluster.devices, "device": device.name,
-                    "memory_bytes": device.memory_bytes, "limit_bytes": priced.limit_bytes,
-                    "watts": question.device_watts},
-        "global_batch": question.global_batch, "sequence": question.shape.sequence, "by": question.by,
-        "legal": len(priced), "fit": len(plan.ranked),
+        "cluster": {
+            "name": cluster.name,
+            "devices": cluster.devices,
+            "device": device.name,
+            "memory_bytes": device.memory_bytes,
+            "limit_bytes": priced.limit_bytes,
+            "watts": question.device_watts,
+        },
+        "global_batch": question.global_batch,
+        "sequence": question.shape.sequence,
+        "by": question.by,
+        "legal": len(priced),
+        "fit": len(plan.ranked),
         "errors": {"step": STEP_ERROR, "memory": MEMORY_ERROR, "origin": ORIGIN},
         "assumptions": _assumptions(plan),
         "warnings": list(cluster.warnings),
@@ -62,7 +70,7 @@ def plan_report(plan: Plan, *, top: int, changes: Sequence[Change]) -> dict[str,
             {"what": each.what, "outcome": each.outcome, "ratio": each.ratio, "strategy": each.strategy}
             for each in changes
         ],
-    }  # fmt: skip
+    }
 
 
 def _spread(front: list[int]) -> list[int]:
@@ -77,9 +85,7 @@ def _assumptions(plan: Plan) -> list[str]:
     question, target = plan.question, plan.question.target
     limit, full = plan.priced.limit_bytes, question.cluster.device.memory_bytes
     steps = target.steps(question.global_batch)
-    slower = ", ".join(
-        f"{term} {target.slowdowns[type(term).__name__]:.3g}" for term in SEARCHED
-    )  # fmt: skip
+    slower = ", ".join(f"{term} {target.slowdowns[type(term).__name__]:.3g}" for term in SEARCHED)
     known = {origin.removeprefix("compress ") for origin in target.origins}
     bounds = [str(term) for term in SEARCHED if not term.reaches_target and type(term).__name__ not in known]
     lines = [
@@ -97,12 +103,16 @@ def _assumptions(plan: Plan) -> list[str]:
     ]
     if question.sync is not None:
         more = OPTIMIZERS[target.optimizer]
-        lines.append(f"steps of islands: {more.doubling:.0%} more for every doubling of the period, with "
-                     f"{target.optimizer} ({more.origin})")  # fmt: skip
+        lines.append(
+            f"steps of islands: {more.doubling:.0%} more for every doubling of the period, with "
+            f"{target.optimizer} ({more.origin})"
+        )
     if question.device_watts is not None:
         whose = "the device's datasheet" if question.watts is None else "--watts"
-        lines.append(f"energy: {question.device_watts:g} W a device ({whose}), at full power all the time; hosts, "
-                    "network and cooling are not in it")  # fmt: skip
+        lines.append(
+            f"energy: {question.device_watts:g} W a device ({whose}), at full power all the time; hosts, "
+            "network and cooling are not in it"
+        )
     if question.by == "cost" and not question.in_money:
         lines.append("cost: in device-hours; --price gives the price of a device for an hour")
     return lines
@@ -113,8 +123,11 @@ def _memory_of_state(plan: Plan) -> str:
     profile = plan.question.profile
     if plan.question.precision == "fp32":
         return "all state in float32"
-    parts = [f"{float(profile.parameter_bytes):g} (weights)", f"{float(profile.gradient_held_bytes):g} (gradients)",
-             f"{float(profile.state_bytes):g} (optimizer)"]  # fmt: skip
+    parts = [
+        f"{float(profile.parameter_bytes):g} (weights)",
+        f"{float(profile.gradient_held_bytes):g} (gradients)",
+        f"{float(profile.state_bytes):g} (optimizer)",
+    ]
     return (
         f"bytes a parameter, as that framework holds them: {' + '.join(parts)}; Shoal's own amp keeps float32 weights: "
         "4 + 4 + 8"
@@ -145,15 +158,22 @@ def _row(plan: Plan, row: int) -> dict[str, Any]:
     return {
         **found,
         **_speed(plan, step_s),
-        "step_s": step_s, "step": seconds(step_s), "step_range_s": around(step_s, STEP_ERROR), "split_s": split,
-        "steps_to_target": plan.steps(row), "time_to_target_s": time_s, "time": seconds(time_s),
-        "cost": plan.cost(row), "cost_in": "money" if plan.question.in_money else "device-hours",
+        "step_s": step_s,
+        "step": seconds(step_s),
+        "step_range_s": around(step_s, STEP_ERROR),
+        "split_s": split,
+        "steps_to_target": plan.steps(row),
+        "time_to_target_s": time_s,
+        "time": seconds(time_s),
+        "cost": plan.cost(row),
+        "cost_in": "money" if plan.question.in_money else "device-hours",
         "device_hours": plan.device_hours(row),
-        "energy_kwh": energy_kwh, "energy": None if energy_kwh is None else energy(energy_kwh),
+        "energy_kwh": energy_kwh,
+        "energy": None if energy_kwh is None else energy(energy_kwh),
         "contract": str(contract(plan.strategy(row)).kind),
         "why": f"{split['compute'] / step_s:.0%} compute, {largest} {others[largest] / step_s:.0%}",
         "unmeasured": _unmeasured(plan, row),
-    }  # fmt: skip
+    }
 
 
 def _speed(plan: Plan, step_s: float) -> dict[str, Any]:
@@ -163,8 +183,7 @@ def _speed(plan: Plan, step_s: float) -> dict[str, Any]:
     tokens = question.global_batch * shape.sequence / step_s / question.cluster.devices
     scores = 12 * shape.layers * shape.hidden * shape.sequence * (0.5 if shape.causal else 1.0)
     mfu = tokens * (6 * shape.active_parameters + scores) / device.peak(question.precision)
-    return {"tokens_per_s_per_device": tokens, "mfu": mfu, "speed": f"{digits(tokens)} tok/s",
-            "mfu_text": f"{mfu:.0%}"}  # fmt: skip
+    return {"tokens_per_s_per_device": tokens, "mfu": mfu, "speed": f"{digits(tokens)} tok/s", "mfu_text": f"{mfu:.0%}"}
 
 
 def _unmeasured(plan: Plan, row: int) -> list[str]:

@@ -172,9 +172,7 @@ def verify(
 
         name = named(job)
         with forking_this_process():
-            return verify(
-                name, strategy, steps=steps, size=size, overrides=overrides, target=target, progress=progress
-            )
+            return verify(name, strategy, steps=steps, size=size, overrides=overrides, target=target, progress=progress)
     if strategy.term(ensemble) is not None:
         require_legal(strategy)
 
@@ -193,10 +191,14 @@ def verify(
         raise error.original() from error
     promised = Contract(**examined["contract"])
     options = replace(
-        options, exact=examined["exact"], num_steps=examined["steps"], reverse=examined["reverse"],
-        micro_batches=promised.micro_batches, parts=promised.parts,
+        options,
+        exact=examined["exact"],
+        num_steps=examined["steps"],
+        reverse=examined["reverse"],
+        micro_batches=promised.micro_batches,
+        parts=promised.parts,
         disturbances=DISTURBANCES if examined["exact"] else 0,
-    )  # fmt: skip
+    )
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
         arguments = replace(options, reference=str(Path(folder) / "reference.safetensors")).to_json()
         serial = None
@@ -210,9 +212,13 @@ def verify(
 
 
 def _certificate(
-    strategy: Strategy, options: ProofOptions, promised: Contract, examined: dict[str, Any], serial: dict[str, Any],
+    strategy: Strategy,
+    options: ProofOptions,
+    promised: Contract,
+    examined: dict[str, Any],
+    serial: dict[str, Any],
     ranks: list[dict[str, Any]],
-) -> Certificate:  # fmt: skip
+) -> Certificate:
     notes = [*promised.reasons, *examined["notes"]]
     if any(rank.get("amplified") for rank in ranks):
         notes.append(AMPLIFIED)
@@ -246,19 +252,31 @@ def _certificate(
     if not ranks[0]["ledger_compared"]:
         notes.append("the ledger was not compared: the optimiser decides in each step how often the loss is computed")
     return Certificate(
-        job=examined["job"], strategy=str(strategy), world=strategy.world, contract=str(promised),
+        job=examined["job"],
+        strategy=str(strategy),
+        world=strategy.world,
+        contract=str(promised),
         passed=largest <= tolerance and not unlike and provable,
-        max_rel_diff=largest, tolerance=tolerance, worst=where,
-        ledger_matches=not unlike, steps=options.num_steps, seed=examined["seed"], ledger_differences=unlike[:20],
+        max_rel_diff=largest,
+        tolerance=tolerance,
+        worst=where,
+        ledger_matches=not unlike,
+        steps=options.num_steps,
+        seed=examined["seed"],
+        ledger_differences=unlike[:20],
         compared=(serial["elements"] | _replicated(serial, declared) if exact else {}) | {LOSS: len(losses)},
         serial=serial["described"],
         conditioning=conditioning,
         zero_gradient=sorted({name for rank in ranks for name in rank["zero_gradient"]}),
         not_covered=NOT_COVERED["loss curve" if not exact else "exact" if promised.kind == "exact" else "simulated"],
-        widened=serial["widened"], losses=losses, serial_losses=serial["losses"], notes=notes,
+        widened=serial["widened"],
+        losses=losses,
+        serial_losses=serial["losses"],
+        notes=notes,
         float32_drift=max((r["float32_drift"] for r in ranks if r["float32_drift"] is not None), default=None),
-        provable=provable, ledger_compared=all(rank["ledger_compared"] for rank in ranks),
-    )  # fmt: skip
+        provable=provable,
+        ledger_compared=all(rank["ledger_compared"] for rank in ranks),
+    )
 
 
 def _about_buffers(wrong: str, declared: Mapping[str, str], suspects: Sequence[str]) -> list[str]:

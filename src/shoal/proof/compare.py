@@ -130,11 +130,13 @@ def compare(ready: Prepared, path: str, *, zero_gradient: float = ZERO_GRADIENT)
                 rows.append((relative, f"{_KINDS[kind]} {name}"))
     rows.sort(key=lambda row: (row[0] != row[0], row[0]), reverse=True)
     return {
-        "worst": rows[:WORST], "zero_gradient": sorted(noisy), "compared": compared,
+        "worst": rows[:WORST],
+        "zero_gradient": sorted(noisy),
+        "compared": compared,
         "amplified": amplified and bool(noisy),
         "replicated": sorted(f"{kind}:{name}" for kind, name in replicated),
         "declared": {name: mode for (_, name), mode in declared.items()},
-    }  # fmt: skip
+    }
 
 
 def _of_scalars(engine: Engine) -> Iterator[tuple[str, Piece]]:

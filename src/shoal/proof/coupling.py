@@ -51,6 +51,7 @@ mining that keeps a minimum, for example, couples samples only above it."""
 ORDERED = 32
 """Samples that are ordered by their loss, at most."""
 
+
 @dataclass(frozen=True, kw_only=True)
 class Coupling:
     """What was found."""
@@ -96,9 +97,13 @@ def refusal(found: Coupling, strategy: Strategy) -> str:
 
 
 def couples_samples(
-    job: Job, *, model: nn.Module | None = None, samples: int | None = None, within_s: float = math.inf,
+    job: Job,
+    *,
+    model: nn.Module | None = None,
+    samples: int | None = None,
+    within_s: float = math.inf,
     strategy: Strategy | None = None,
-) -> Coupling:  # fmt: skip
+) -> Coupling:
     """Finds out whether the samples of a job are independent of each other.
 
     Args:
@@ -123,9 +128,12 @@ def couples_samples(
         try:
             shares = strategy.replicas * strategy.micro_batches if strategy is not None else job.global_batch
             trial = _Trial(
-                job, model, job.order().indices(0)[:num], share=-(-job.global_batch // shares),
+                job,
+                model,
+                job.order().indices(0)[:num],
+                share=-(-job.global_batch // shares),
                 shared_norms=job.batch_norm == "sync" and (strategy is None or strategy.replicas > 1),
-            )  # fmt: skip
+            )
             found = trial.found()
             if found.independent and not math.isfinite(within_s):  # Only a proof asks for it.
                 found = replace(found, ordered=trial.is_ordered())
@@ -177,9 +185,11 @@ class _Trial:
         batch, again = self._read(self.indices), self._read(self.indices)
         if not all(same_values(batch.get(name), again.get(name)) for name in batch.keys() | again.keys()):
             return self._found(
-                "data", math.inf, "two reads of the same samples differ: batch(indices) must be a pure function of the "
+                "data",
+                math.inf,
+                "two reads of the same samples differ: batch(indices) must be a pure function of the "
                 "indices; draw augmentations from a generator seeded by the index",
-            )  # fmt: skip
+            )
         state = self._state()
         try:
             full, repeated = self._pass(batch), self._pass(batch, seed=2)
@@ -203,10 +213,11 @@ class _Trial:
             gap = difference(full, repeated)
         if gap > TOLERANCE:
             return self._found(
-                "random", gap,
+                "random",
+                gap,
                 "the model or the loss draws random numbers other than dropout, so that no two passes "
                 "over a batch are alike; only a strategy that leaves the batch in one piece can be compared",
-            )  # fmt: skip
+            )
         return self._in_parts(full, batch, state)
 
     def of_more(self, indices: np.ndarray, found: Coupling) -> Coupling:
@@ -293,10 +304,13 @@ class _Trial:
         self.seconds = max(2 * (time.perf_counter() - started), 1e-6)
         if name := groups_differ(full, one, two):
             return self._found(
-                "coupled", math.inf, f"the batch norm {name} normalises groups of samples that do not grow with the "
+                "coupled",
+                math.inf,
+                f"the batch norm {name} normalises groups of samples that do not grow with the "
                 "batch, so replicas, which share its statistics, would have other groups. Call it once for all "
-                "samples, declare Job(batch_norm=\"local\"), or take a strategy without replicas", state,
-            )  # fmt: skip
+                'samples, declare Job(batch_norm="local"), or take a strategy without replicas',
+                state,
+            )
         if self.job.loss_over == "batch":
             return self._of_outputs(full, one, two, state)
         gap = difference(full, sum_of(one, two))
@@ -318,10 +332,13 @@ class _Trial:
         if not wrong:
             return Coupling(kind="none", reason="", state=state)
         return self._found(
-            "coupled", math.inf, f'loss_over="batch" gathers the model\'s outputs, and they are not those of each '
+            "coupled",
+            math.inf,
+            f'loss_over="batch" gathers the model\'s outputs, and they are not those of each '
             f"sample alone ({wrong}). Return tensors with the samples first, or numbers that do not depend on the "
-            "batch, and leave what mixes samples to the loss", state,
-        )  # fmt: skip
+            "batch, and leave what mixes samples to the loss",
+            state,
+        )
 
     def _found(self, kind: Kind, difference: float, reason: str, state: tuple[str, ...] = ()) -> Coupling:
         return Coupling(kind=kind, reason=f"job {self.job.name!r}: {reason}", difference=difference, state=state)
@@ -330,9 +347,16 @@ class _Trial:
         return {name: to_float64(entry) for name, entry in self.job.train.batch(indices).items()}
 
     def _pass(
-        self, batch: Batch, *, seed: int = 1, at: int = 0, samples: range | None = None, backward: bool = True,
-        norms: bool = False, scale: float = 1.0,
-    ) -> SamplePass:  # fmt: skip
+        self,
+        batch: Batch,
+        *,
+        seed: int = 1,
+        at: int = 0,
+        samples: range | None = None,
+        backward: bool = True,
+        norms: bool = False,
+        scale: float = 1.0,
+    ) -> SamplePass:
         """On a copy of the model, so that no pass sees what another left behind. `at`: the place of its first sample
         among all, or `samples`: the places of all. `norms`: batch norm as in training. `scale`: of what part of the
         loss gradients are."""

@@ -10,7 +10,7 @@ from shoal.proof.sample_pass import TOLERANCE, SamplePass, difference, is_averag
 
 Kind = Literal[
     "none", "mean", "count", "count-gradient", "backward", "coupled", "padding", "data", "random", "unchecked"
-]  # fmt: skip
+]
 """none: samples are independent. mean, count: the loss is no sum, or the count is not what it is a sum over.
 count-gradient: the count depends on the parameters. backward: gradients are not proportional to the loss.
 coupled: samples see each other in the model or in the loss.
@@ -44,9 +44,13 @@ def not_linear(full: SamplePass, part: SamplePass, hooked: Collection[str]) -> s
 
 
 def cause(
-    full: SamplePass, one: SamplePass, two: SamplePass, *, sizes: tuple[int, int],
+    full: SamplePass,
+    one: SamplePass,
+    two: SamplePass,
+    *,
+    sizes: tuple[int, int],
     cut: Callable[[], SamplePass | None],
-) -> tuple[Kind, str]:  # fmt: skip
+) -> tuple[Kind, str]:
     """The kind of fault and its sentence. `cut`: the sum of both parts where they are cut from the batch instead of
     read by themselves; None where that cannot be."""
     first, second = sizes

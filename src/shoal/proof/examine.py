@@ -50,14 +50,18 @@ def examined(options: ProofOptions) -> dict[str, Any]:
     following = follow_samples(job, found.state) if strategy.replicas > 1 else []
     frozen = {name for name, _ in build_without_memory(job).named_parameters()}
     return {
-        "job": job.name, "seed": job.seed, "exact": exact, "steps": _enough(options.num_steps, strategy),
+        "job": job.name,
+        "seed": job.seed,
+        "exact": exact,
+        "steps": _enough(options.num_steps, strategy),
         # Where samples may depend on each other, their order may mean something.
         "reverse": bool(reversible and not found.state and job.loss_over == "samples"),
-        "contract": asdict(contract(strategy, replace(facts, forward_state=tuple(found.state)))), "notes": notes,
+        "contract": asdict(contract(strategy, replace(facts, forward_state=tuple(found.state)))),
+        "notes": notes,
         "by_timing": by_timing(strategy),
         "undeclared": [name for name in following if name not in frozen and job.buffers is None],
         "frozen": [name for name in following if name in frozen],
-    }  # fmt: skip
+    }
 
 
 def _enough(steps: int, strategy: Strategy) -> int:

@@ -96,9 +96,12 @@ def require_right(report: dict[str, Any], question: dict[str, Any], say: Say) ->
     difference = float(report["difference"])
     if not report["wrong"]:
         remember(
-            question["key"], job=question["job"], strategy=question["strategy"], difference=difference,
+            question["key"],
+            job=question["job"],
+            strategy=question["strategy"],
+            difference=difference,
             messages=question["messages"],
-        )  # fmt: skip
+        )
         return
     raise LayoutWrong(_what_is_wrong(report, question, difference))
 
@@ -140,9 +143,8 @@ def _what_is_wrong(report: dict[str, Any], question: dict[str, Any], difference:
         )
     if report["kind"] == "buffer":
         if mode := report.get("declared", {}).get(buffers[0]):
-            declare = (
-                f"the job declares {mode!r} for it, which gives the value of one process where an update is "
-                + ("a sum over samples" if mode == "sum" else "linear in means over the batch")
+            declare = f"the job declares {mode!r} for it, which gives the value of one process where an update is " + (
+                "a sum over samples" if mode == "sum" else "linear in means over the batch"
             )
         return (
             f"under {strategy}, the buffer {buffers[0]} {differs}: its updates depend "

@@ -45,18 +45,22 @@ def worst(rows: list[Row]) -> Row:
 def save_serial(found: SerialSteps, path: Path) -> None:
     """Writes what ranks compare with."""
     tables = {
-        "gradient": found.gradients, "buffer": found.buffers, "before": found.before, "after": found.after,
+        "gradient": found.gradients,
+        "buffer": found.buffers,
+        "before": found.before,
+        "after": found.after,
         "peak": found.peaks,
-    }  # fmt: skip
+    }
     tensors = {f"{kind}:{name}": value for kind, table in tables.items() for name, value in table.items()}
     least = SMALLEST * max(map(size_of, found.gradients.values()), default=0.0)
     tensors |= {"limit": torch.tensor(found.limit).double(), "least": torch.tensor(least).double()}
     complex_ones = [key for key, value in tensors.items() if value.is_complex()]
     flat = {key: torch.view_as_real(v.resolve_conj()) if v.is_complex() else v for key, v in tensors.items()}
     save_file(
-        {key: value.contiguous().clone() for key, value in flat.items()}, path,
+        {key: value.contiguous().clone() for key, value in flat.items()},
+        path,
         metadata={COMPLEX: json.dumps(complex_ones)},
-    )  # fmt: skip
+    )
 
 
 def _read(reference: Any, key: str) -> torch.Tensor:

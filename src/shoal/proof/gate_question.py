@@ -54,12 +54,18 @@ def question(job: Job, strategy: Strategy, facts: ModelFacts, *, backend: str | 
     if differ and axes:
         raise CannotCheck(f"{differ}. Under {' and '.join(axes)} several ranks read a sample and must see the same")
     return {
-        "key": fingerprint(job, model, twin, backend=backend), "job": job.name, "strategy": str(twin),
-        "axes": list(axes), "world": twin.world, "batch": _batch(twin, facts), "optimizer": facts.optimizer,
+        "key": fingerprint(job, model, twin, backend=backend),
+        "job": job.name,
+        "strategy": str(twin),
+        "axes": list(axes),
+        "world": twin.world,
+        "batch": _batch(twin, facts),
+        "optimizer": facts.optimizer,
         "updates": updates_compare(job, steps=STEPS),
         "skip": differ or _why_not(twin, replace(facts, batch_norm=facts.batch_norm and "sync"), model),
-        "tries_samples": not differ and _fits(twin, model)[0], "messages": [],
-    }  # fmt: skip
+        "tries_samples": not differ and _fits(twin, model)[0],
+        "messages": [],
+    }
 
 
 def _batch(strategy: Strategy, facts: ModelFacts) -> int:

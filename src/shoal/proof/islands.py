@@ -109,7 +109,11 @@ def _weights(copies: Sequence[Island]) -> list[float]:
 def _average_tensors(held: Sequence[Sequence[torch.Tensor]], weights: Sequence[float]) -> None:
     for tensors in zip(*held, strict=True):
         if tensors[0].is_floating_point() or tensors[0].is_complex():
-            mean = torch.stack([weight * t.double() if not t.is_complex() else weight * t
-                                for weight, t in zip(weights, tensors, strict=True)]).sum(0)  # fmt: skip
+            mean = torch.stack(
+                [
+                    weight * t.double() if not t.is_complex() else weight * t
+                    for weight, t in zip(weights, tensors, strict=True)
+                ]
+            ).sum(0)
             for tensor in tensors:
                 tensor.copy_(mean)

@@ -115,6 +115,8 @@ def _experts(layout: Layout, strategy: Strategy) -> Any:
 
 
 _PARTS: dict[str, Callable[[Layout, Strategy], Any]] = {
-    "what tp splits": _tensors, "how cp cuts the sequence": _sequence, "what crosses the stages of pp": _stages,
+    "what tp splits": _tensors,
+    "how cp cuts the sequence": _sequence,
+    "what crosses the stages of pp": _stages,
     "the experts that ep splits": _experts,
-}  # fmt: skip
+}

@@ -21,9 +21,7 @@ SAME_RUN = 1e-9
 """Two members whose losses are nowhere further apart than this, relatively, are one run made twice."""
 
 
-def verify_members(
-    strategy: Strategy, prove: Callable[[Strategy, int | None], Certificate]
-) -> Certificate:
+def verify_members(strategy: Strategy, prove: Callable[[Strategy, int | None], Certificate]) -> Certificate:
     """The certificate of all members. `prove` gives that of one strategy from one seed; None: the job's own."""
     term, inner = strategy.term(ensemble), member_strategy(strategy)
     assert term is not None
@@ -32,28 +30,31 @@ def verify_members(
     worst = max(range(term.n), key=lambda member: (found[member].passed is False, found[member].max_rel_diff))
     same = [
         f"members {one} and {other} are the same run: seed {found[one].seed} and seed {found[other].seed}"
-        for one, other in combinations(range(term.n), 2) if alike(found[one].losses, found[other].losses)
-    ]  # fmt: skip
+        for one, other in combinations(range(term.n), 2)
+        if alike(found[one].losses, found[other].losses)
+    ]
     seeds = ", ".join(str(each.seed) for each in found)
     notes = [
         f"each of the {term.n} members was compared with its own plain serial run, from the seeds {seeds}; members "
         "send each other nothing",
         f"as one model the ensemble is {contract(strategy)}: {contract(strategy).band}",
-        *same, *found[worst].notes,
-    ]  # fmt: skip
+        *same,
+        *found[worst].notes,
+    ]
     if term.distill:
         notes.append("the student was not compared: it learns from what the members have become")
     return replace(
-        found[worst], strategy=str(strategy), world=strategy.world,
+        found[worst],
+        strategy=str(strategy),
+        world=strategy.world,
         passed=all(each.passed for each in found) and not same,
         worst="; ".join(same) or f"{found[worst].worst}, of member {worst}",
         ledger_matches=all(each.ledger_matches for each in found),
-        provable=all(each.provable for each in found), notes=notes,
-    )  # fmt: skip
+        provable=all(each.provable for each in found),
+        notes=notes,
+    )
 
 
 def alike(one: list[float], other: list[float]) -> bool:
     """Whether two runs have the same losses."""
     return all(abs(a - b) <= SAME_RUN * max(abs(a), abs(b)) for a, b in zip(one, other, strict=True))
-
-

@@ -167,9 +167,12 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
         ready.close()
         BOOK.take()
     return {
-        "skip": skip or unclear, "outside": outside, "attributes": serial["attributes"],
-        "declared": dict(comparison.modes), **decided,
-    }  # fmt: skip
+        "skip": skip or unclear,
+        "outside": outside,
+        "attributes": serial["attributes"],
+        "declared": dict(comparison.modes),
+        **decided,
+    }
 
 
 def _noted(mine: list[str]) -> str:
@@ -194,9 +197,14 @@ def _decided(rows: list[Row], elements: int, expected: int, moved: Moved) -> dic
     row = worst(first or wrong or found)
     buffers = [row.where for row in wrong if row.kind == "buffer"]
     return {
-        "difference": repr(row.difference), "kind": row.kind, "where": row.where, "buffers": sorted(set(buffers)),
-        "wrong": bool(wrong), "tolerance": allowed(row, moved), "hidden": hidden(found, moved),
-    }  # fmt: skip
+        "difference": repr(row.difference),
+        "kind": row.kind,
+        "where": row.where,
+        "buffers": sorted(set(buffers)),
+        "wrong": bool(wrong),
+        "tolerance": allowed(row, moved),
+        "hidden": hidden(found, moved),
+    }
 
 
 def _serial(job: Job, strategy: Strategy, path: Path, steps: int) -> dict[str, Any]:
@@ -223,9 +231,13 @@ def _serial(job: Job, strategy: Strategy, path: Path, steps: int) -> dict[str, A
     buffers = {name for name, _ in model.named_buffers()}
     attributes = [name for name in changed if name not in buffers]
     return {
-        "path": str(path), "skip": "", "losses": found.losses, "elements": elements, "attributes": attributes,
+        "path": str(path),
+        "skip": "",
+        "losses": found.losses,
+        "elements": elements,
+        "attributes": attributes,
         "has_state": bool(changed),
-    }  # fmt: skip
+    }
 
 
 def _examined(job: Job, model: nn.Module) -> tuple[bool, list[str]]:

@@ -60,10 +60,17 @@ def summed(so_far: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def train_serially(
-    job: Job, *, steps: int, micro_batches: int = 1, parts: int = 1, dtype: torch.dtype | None = torch.float64,
-    conditions: Callable[[], AbstractContextManager[None]] = nullcontext, updates: Sequence[int] | None = None,
-    disturbed: Disturbed | None = None, islands: Islands | None = None,
-) -> Reference:  # fmt: skip
+    job: Job,
+    *,
+    steps: int,
+    micro_batches: int = 1,
+    parts: int = 1,
+    dtype: torch.dtype | None = torch.float64,
+    conditions: Callable[[], AbstractContextManager[None]] = nullcontext,
+    updates: Sequence[int] | None = None,
+    disturbed: Disturbed | None = None,
+    islands: Islands | None = None,
+) -> Reference:
     """Trains a job for some steps.
 
     Args:
@@ -98,8 +105,9 @@ def train_serially(
         if islands is not None:
             shares = [islands.share(positions, n, separate=micro_batches > 1, parts=parts) for n in range(len(copies))]
         else:
-            shares = [[part for piece in np.array_split(positions, micro_batches)
-                       for part in np.array_split(piece, parts)]]  # fmt: skip
+            shares = [
+                [part for piece in np.array_split(positions, micro_batches) for part in np.array_split(piece, parts)]
+            ]
         if updates is not None:
             shares = [shares[0][micro * parts : (micro + 1) * parts]]
         started = counter
@@ -109,10 +117,11 @@ def train_serially(
         own = islands is not None and not together
         others = [[piece for other in shares if other is not mine for piece in other] for mine in shares]
         found = [
-            copy.update(step, indices, pieces, started, skip_empty=own or updates is not None,
-                        others=rest if together else ())
+            copy.update(
+                step, indices, pieces, started, skip_empty=own or updates is not None, others=rest if together else ()
+            )
             for copy, pieces, rest in zip(copies, shares, others, strict=True)
-        ]  # fmt: skip
+        ]
         sums.append(found[0])
         if islands is not None:
             after_step(step, copies, islands)
@@ -194,9 +203,15 @@ class _Copy:
         """Of a scheme that ties islands together."""
 
     def update(
-        self, step: int, indices: np.ndarray, pieces: Sequence[np.ndarray], started: int, *, skip_empty: bool,
+        self,
+        step: int,
+        indices: np.ndarray,
+        pieces: Sequence[np.ndarray],
+        started: int,
+        *,
+        skip_empty: bool,
         others: Sequence[np.ndarray] = (),
-    ) -> tuple[float, float]:  # fmt: skip
+    ) -> tuple[float, float]:
         """One update from the mean loss of these pieces of a batch; the sum of the losses and their count. It also
         learns from `others`, which are another copy's: they leave no trace in buffers."""
         job, optimizer = self.job, self.optimizer

@@ -58,8 +58,11 @@ def in_order(logs: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def replay(
-    logs: Sequence[Sequence[Row]], copies: Sequence[Island], update: Update, pair: Callable[[Any, Any], None],
-) -> list[tuple[float, float]]:  # fmt: skip
+    logs: Sequence[Sequence[Row]],
+    copies: Sequence[Island],
+    update: Update,
+    pair: Callable[[Any, Any], None],
+) -> list[tuple[float, float]]:
     """Does what the logs say; `pair` is an exchange of two, given what both keep. Returns the first one's sums."""
     sums = []
     for kind, island, _, partner, number in in_order(logs):

@@ -31,8 +31,7 @@ class _Rounds:
         self.scheme, self.plan, self.copies = scheme, scheme.plan, copies
         names = list(copies[0].named)
         self.places = [
-            [at for at, name in enumerate(names) if name in group]
-            for group in fragments_of(names, self.plan.fragments)
+            [at for at, name in enumerate(names) if name in group] for group in fragments_of(names, self.plan.fragments)
         ]
         state = {what: copies[0].kept[what] for what in scheme.outer_state}
         self.centre = {"anchor": [param.detach().clone() for param in copies[0].named.values()], **state}

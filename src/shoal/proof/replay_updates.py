@@ -72,10 +72,18 @@ class _Workers:
 
 
 def replay(
-    job: Job, log: Log, shares: Islands, rule: ServerRule, *, parts: int, separate: bool,
-    conditions: Callable[[], AbstractContextManager[None]], dropped: Sequence[Sequence[int]] = (),
-    sends: Sends | None = None, own_state: bool = False,
-) -> tuple[Reference, dict[tuple[int, int, int], float]]:  # fmt: skip
+    job: Job,
+    log: Log,
+    shares: Islands,
+    rule: ServerRule,
+    *,
+    parts: int,
+    separate: bool,
+    conditions: Callable[[], AbstractContextManager[None]],
+    dropped: Sequence[Sequence[int]] = (),
+    sends: Sends | None = None,
+    own_state: bool = False,
+) -> tuple[Reference, dict[tuple[int, int, int], float]]:
     """The model at the end, and the loss of each gradient by (worker, step, share). `dropped`: gradients that were
     computed and not used; `sends`: where workers compress; `own_state`: each worker has an optimiser of its own, and an
     update is one worker's."""

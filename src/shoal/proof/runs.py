@@ -55,10 +55,16 @@ def run_serially(options: ProofOptions, logs: list[list[Any]] | None = None) -> 
     def run(disturbed: Disturbed | None = None) -> Reference:
         with outside.kept():
             return train_serially(
-                job, steps=steps, micro_batches=micro, parts=options.parts, updates=updates,
-                dtype=torch.float64 if options.exact else None, conditions=conditions, disturbed=disturbed,
+                job,
+                steps=steps,
+                micro_batches=micro,
+                parts=options.parts,
+                updates=updates,
+                dtype=torch.float64 if options.exact else None,
+                conditions=conditions,
+                disturbed=disturbed,
                 islands=islands_of(strategy, logs),
-            )  # fmt: skip
+            )
 
     reference = run()
     widened = dict(conditions.modules)
@@ -80,10 +86,13 @@ def run_serially(options: ProofOptions, logs: list[list[Any]] | None = None) -> 
         del elements[GRADIENT]  # Gradients are averaged on the servers; the optimiser's state shows them.
     described = _described(micro, options.parts, exact=options.exact, islands=islands_of(strategy, logs))
     return {
-        "losses": reference.losses, "described": described, "widened": widened, "elements": elements,
+        "losses": reference.losses,
+        "described": described,
+        "widened": widened,
+        "elements": elements,
         "conditioning": conditioning,
         "replicated": {f"{kind}:{name}": v.numel() for (kind, name), v in replicated.items() if v.numel()},
-    }  # fmt: skip
+    }
 
 
 def _replicated(reference: Reference) -> dict[tuple[str, str], torch.Tensor]:
@@ -191,9 +200,11 @@ def train_steps(ready: Prepared, steps: int, *, by_tickets: bool = False) -> dic
             unlike += ready.differences(counted)
     ready.watched.stop()
     return {
-        "losses": losses, "ledger_differences": sorted(set(unlike)), "ledger_compared": predictable,
+        "losses": losses,
+        "ledger_differences": sorted(set(unlike)),
+        "ledger_compared": predictable,
         "predicted": ready.predicted.to_json(),
-    }  # fmt: skip
+    }
 
 
 def by_timing(strategy: Strategy) -> bool:
@@ -231,17 +242,29 @@ def islands_of(strategy: Strategy, logs: list[list[Any]] | None = None) -> Islan
         assert isinstance(inner, Averaged)
         nested = NestedAverages(scheme, inner, loose[1].n)
         return Islands(
-            num=level.n * loose[1].n, every=scheme.period, replicas=strategy.replicas,
-            micro_batches=strategy.micro_batches, begin=nested.begin, exchange=scheme.simulate, at=nested.simulate,
-        )  # fmt: skip
+            num=level.n * loose[1].n,
+            every=scheme.period,
+            replicas=strategy.replicas,
+            micro_batches=strategy.micro_batches,
+            begin=nested.begin,
+            exchange=scheme.simulate,
+            at=nested.simulate,
+        )
     return Islands(
-        num=level.n, every=scheme.period, replicas=strategy.replicas, micro_batches=strategy.micro_batches,
-        begin=partial(Kept, scheme), exchange=scheme.simulate,
-        agreed=None if scheme.equal else scheme.simulate_agreed, at=scheme.simulate_step,
+        num=level.n,
+        every=scheme.period,
+        replicas=strategy.replicas,
+        micro_batches=strategy.micro_batches,
+        begin=partial(Kept, scheme),
+        exchange=scheme.simulate,
+        agreed=None if scheme.equal else scheme.simulate_agreed,
+        at=scheme.simulate_step,
         start=getattr(getattr(scheme, "plan", None), "start", 0),
-        logs=logs, replay=partial(replay_rounds, scheme) if isinstance(scheme, Averaged)
+        logs=logs,
+        replay=partial(replay_rounds, scheme)
+        if isinstance(scheme, Averaged)
         else partial(replay, pair=scheme.simulate_pair),
-    )  # fmt: skip
+    )
 
 
 def unflushed_ranks(strategy: Strategy) -> int:

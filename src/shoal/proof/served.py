@@ -27,9 +27,18 @@ from shoal.strategy.seats import seats_of
 from shoal.strategy.terms.sync import Served, hogwild
 
 NOTHING: dict[str, Any] = {
-    "losses": [], "ledger_differences": [], "ledger_compared": True, "predicted": [], "worst": [], "zero_gradient": [],
-    "compared": {}, "amplified": False, "replicated": [], "declared": {}, "float32_drift": None,
-}  # fmt: skip
+    "losses": [],
+    "ledger_differences": [],
+    "ledger_compared": True,
+    "predicted": [],
+    "worst": [],
+    "zero_gradient": [],
+    "compared": {},
+    "amplified": False,
+    "replicated": [],
+    "declared": {},
+    "float32_drift": None,
+}
 """The report of a rank that only serves."""
 
 
@@ -69,9 +78,12 @@ def by_tickets(ready: Prepared, steps: int) -> tuple[dict[str, Any], list[tuple[
         if len(losses) > 1:
             unlike += ready.differences(counted)
     return {
-        "losses": losses, "ledger_differences": sorted(set(unlike)), "ledger_compared": True,
-        "predicted": ready.predicted.to_json(), "float32_drift": None,
-    }, tickets  # fmt: skip
+        "losses": losses,
+        "ledger_differences": sorted(set(unlike)),
+        "ledger_compared": True,
+        "predicted": ready.predicted.to_json(),
+        "float32_drift": None,
+    }, tickets
 
 
 def run_racing(options: ProofOptions, job: Job, strategy: Strategy, me: Any) -> dict[str, Any]:
@@ -99,16 +111,24 @@ def run_racing(options: ProofOptions, job: Job, strategy: Strategy, me: Any) -> 
     with ready.engine.consensus():
         compared = compare(ready, str(path))
     ready.close()
-    return NOTHING | report | compared | serial | {
-        "losses": [row[-1] for row in rows], "tickets": [(row[2], row[3]) for row in rows],
-    }  # fmt: skip
+    return (
+        NOTHING
+        | report
+        | compared
+        | serial
+        | {
+            "losses": [row[-1] for row in rows],
+            "tickets": [(row[2], row[3]) for row in rows],
+        }
+    )
 
 
 def replays_pushes(strategy: Strategy) -> bool:
     """Whether a replay of the servers' log also repeats how workers compress: where each worker is one rank."""
     seats = seats_of(strategy)
-    return seats is not None and (isinstance(strategy.dp_levels[0].compress, none) or (
-        seats.positions == 1 and is_loose(strategy.dp_levels[0])))  # fmt: skip
+    return seats is not None and (
+        isinstance(strategy.dp_levels[0].compress, none) or (seats.positions == 1 and is_loose(strategy.dp_levels[0]))
+    )
 
 
 def _simulated_pushes(ready: Prepared) -> SimulatedPushes | None:
@@ -120,9 +140,16 @@ def _simulated_pushes(ready: Prepared) -> SimulatedPushes | None:
 
 
 def _replayed(
-    options: ProofOptions, job: Job, strategy: Strategy, report: Any, path: Path, mine: list[tuple[int, int, int]],
-    sends: SimulatedPushes | None, *, own_state: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+    options: ProofOptions,
+    job: Job,
+    strategy: Strategy,
+    report: Any,
+    path: Path,
+    mine: list[tuple[int, int, int]],
+    sends: SimulatedPushes | None,
+    *,
+    own_state: bool = False,
+) -> dict[str, Any]:
     from shoal.proof.runs import left_behind
 
     log = report["log"]
@@ -133,21 +160,32 @@ def _replayed(
         raise AssertionError
 
     shares = Islands(
-        num=workers, every=1, replicas=strategy.replicas, micro_batches=strategy.micro_batches, exchange=unused,
+        num=workers,
+        every=1,
+        replicas=strategy.replicas,
+        micro_batches=strategy.micro_batches,
+        exchange=unused,
         begin=unused,
-    )  # fmt: skip
+    )
     server_rule = ServerRule(lambda staleness: 1.0, 0.0)
     if isinstance(rule, Served):
         server_rule = ServerRule(rule.rate, rule.compensation)
     reference, losses = replay(
-        job, log, shares, server_rule, parts=options.parts,
-        separate=options.micro_batches > 1, conditions=Conditions(), dropped=report["dropped_log"], sends=sends,
+        job,
+        log,
+        shares,
+        server_rule,
+        parts=options.parts,
+        separate=options.micro_batches > 1,
+        conditions=Conditions(),
+        dropped=report["dropped_log"],
+        sends=sends,
         own_state=own_state,
-    )  # fmt: skip
+    )
     left_behind(reference, str(path))
     ages = [version - read for version, pushes in enumerate(log) for _, _, _, read, _ in pushes]
     return {
         "serial_losses": [losses.get(ticket, float("nan")) for ticket in mine],
         "described": f"one process, plain PyTorch, float64: the {len(log)} updates of this run repeated from its "
         f"log, each of {len(ages)} gradients at the version it was computed with (age up to {max(ages)})",
-    }  # fmt: skip
+    }

@@ -22,11 +22,22 @@ from shoal.job.facts import is_dropout_rate
 
 DROPPING = frozenset(
     {
-        F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
-        torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_, torch.alpha_dropout,
-        torch.alpha_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_,
+        F.dropout,
+        F.dropout1d,
+        F.dropout2d,
+        F.dropout3d,
+        F.alpha_dropout,
+        F.feature_alpha_dropout,
+        torch.dropout,
+        torch.dropout_,
+        torch.feature_dropout,
+        torch.feature_dropout_,
+        torch.alpha_dropout,
+        torch.alpha_dropout_,
+        torch.feature_alpha_dropout,
+        torch.feature_alpha_dropout_,
     }
-)  # fmt: skip
+)
 """Functions whose first argument comes back unchanged if nothing is dropped."""
 DROPOUT_ARGUMENT = 4
 """The place of `dropout_p` among the arguments of attention."""

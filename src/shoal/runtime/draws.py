@@ -97,9 +97,12 @@ def cuts_of(engine: Engine) -> Cuts:
         return held
 
     return Cuts(
-        tensor=place.tensor.size, tensor_index=place.tensor.index,
-        context=place.context.size, context_index=place.context.index,
+        tensor=place.tensor.size,
+        tensor_index=place.tensor.index,
+        context=place.context.size,
+        context_index=place.context.index,
         length=sequence.plan.length if sequence is not None else 0,
-        positions=positions if sequence is not None else None, salt=salt,
+        positions=positions if sequence is not None else None,
+        salt=salt,
         planes=() if planes is None else tuple(zip(planes.grid.sizes, planes.view.place, strict=True)),
-    )  # fmt: skip
+    )

@@ -188,9 +188,9 @@ def _packed(batch: Batch) -> tuple[list[dict[str, Any]], int]:
         if not isinstance(value, Tensor) or value.layout is not torch.strided or value.device.type != "cpu":
             raise JobError(f"entry {name} is a {type(value).__name__}; loader processes pass dense tensors on the CPU")
         flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
-        entries.append({
-            "name": name, "type": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "begin": end
-        })  # fmt: skip
+        entries.append(
+            {"name": name, "type": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "begin": end}
+        )
         tensors.append(flat)
         end += -(-flat.numel() // ALIGNED) * ALIGNED
     block = os.memfd_create("shoal-batch", os.MFD_CLOEXEC)

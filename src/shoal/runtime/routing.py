@@ -110,19 +110,28 @@ class Routing:
             share = run.layer.count // ranks
             itemsize = run.itemsize or max(reports[rank]["sizes"][number] for rank in self.members.ranks)
             sent = [sum(mine[number][rank * share : (rank + 1) * share]) for rank in range(ranks)]
-            received = [sum(reports[rank]["rows"][number][index * share : (index + 1) * share])
-                        for rank in self.members.ranks]  # fmt: skip
+            received = [
+                sum(reports[rank]["rows"][number][index * share : (index + 1) * share]) for rank in self.members.ranks
+            ]
             stacked = run.layer.form == "stacked"
             packed = stacked and not run.weight_itemsize
-            yield from expert_traffic([
-                Routed(
-                    axis=self.members.axis, index=index, phase="backward" if run.again else "forward",
-                    trained=run.trained and not run.again, counts_bytes=ranks * (2 * share + 2) * COUNT_BYTES,
-                    sent_rows=tuple(sent), received_rows=tuple(received),
-                    row_bytes=(run.layer.width + packed) * itemsize, weight_bytes=run.weight_itemsize,
-                    answer_bytes=run.layer.result_width * (itemsize if stacked else _answers(run, forward, itemsize)),
-                )
-            ])  # fmt: skip
+            yield from expert_traffic(
+                [
+                    Routed(
+                        axis=self.members.axis,
+                        index=index,
+                        phase="backward" if run.again else "forward",
+                        trained=run.trained and not run.again,
+                        counts_bytes=ranks * (2 * share + 2) * COUNT_BYTES,
+                        sent_rows=tuple(sent),
+                        received_rows=tuple(received),
+                        row_bytes=(run.layer.width + packed) * itemsize,
+                        weight_bytes=run.weight_itemsize,
+                        answer_bytes=run.layer.result_width
+                        * (itemsize if stacked else _answers(run, forward, itemsize)),
+                    )
+                ]
+            )
 
 
 def _answers(run: _Run, forward: Forward, itemsize: int) -> int:

@@ -84,24 +84,44 @@ def connect(engine: Engine, strategy: Strategy, *, seed: int, dtype: torch.dtype
     if seats.colocated and mesh.rank in seats.servers:
         posts = [Post(group, Book()) for group in groups]
         server = Server(
-            seats, mesh.rank, owner.recipe, _rule(strategy), engine.clip, *posts, losses=_losses(strategy),
-            compress=None if codec is None else (codec, seed), around=_exactly(dtype),
+            seats,
+            mesh.rank,
+            owner.recipe,
+            _rule(strategy),
+            engine.clip,
+            *posts,
+            losses=_losses(strategy),
+            compress=None if codec is None else (codec, seed),
+            around=_exactly(dtype),
         )
     posts, place = [Post(group, BOOK) for group in groups], engine.placement
     remote = RemoteOptimizer(
-        seats, mesh.rank, owner.buckets, list(owner.recipe.labels), *posts,
-        together=not is_loose(strategy.axes[0].term), by_tickets=_rule(strategy).by_tickets, server=server,
+        seats,
+        mesh.rank,
+        owner.buckets,
+        list(owner.recipe.labels),
+        *posts,
+        together=not is_loose(strategy.axes[0].term),
+        by_tickets=_rule(strategy).by_tickets,
+        server=server,
         # Those along cp and spatial hold the same gradients, and each has a place of its own at the servers.
         times=lambda bucket: place.multiplicity(bucket.family) * place.context.size * place.planes.size,
-        compress=None if codec is None else (codec, seed, engine.clip), elementwise=owner.recipe.elementwise,
-    )  # fmt: skip
+        compress=None if codec is None else (codec, seed, engine.clip),
+        elementwise=owner.recipe.elementwise,
+    )
     owner.serve(remote)
 
 
 def serve_here(
-    job: Job, strategy: Strategy, *, rank: int, backend: str | None, dtype: torch.dtype | None = None,
-    watch: Callable[[], None] = lambda: None, at_step: Callable[[int], None] = lambda step: None,
-) -> dict[str, Any]:  # fmt: skip
+    job: Job,
+    strategy: Strategy,
+    *,
+    rank: int,
+    backend: str | None,
+    dtype: torch.dtype | None = None,
+    watch: Callable[[], None] = lambda: None,
+    at_step: Callable[[int], None] = lambda step: None,
+) -> dict[str, Any]:
     """On a rank that only serves: from the making of groups to the end of the last worker. What it sent."""
     global _sessions
     place, seats = current(), seats_of(strategy)
@@ -117,8 +137,17 @@ def serve_here(
     posts = [Post(group, book) for group in groups]
     codec = _compressor(strategy)
     server = Server(
-        seats, rank, recipe, _rule(strategy), job.clip, *posts, losses=_losses(strategy), watch=watch,
-        at_step=at_step, compress=None if codec is None else (codec, job.seed), around=_exactly(dtype),
+        seats,
+        rank,
+        recipe,
+        _rule(strategy),
+        job.clip,
+        *posts,
+        losses=_losses(strategy),
+        watch=watch,
+        at_step=at_step,
+        compress=None if codec is None else (codec, job.seed),
+        around=_exactly(dtype),
     )
     server.run()
     for group in groups:
@@ -143,6 +172,3 @@ def _require_shoal(group: Any, strategy: Strategy) -> None:
 def is_server(strategy: Strategy, rank: int) -> bool:
     """Whether a rank only serves."""
     return rank >= strategy.workers
-
-
-

@@ -137,8 +137,16 @@ def try_job(job: Job, strategy: Strategy) -> list[str] | None:
         return require_runs(job, samples=max(mine, min(2, job.global_batch)), autocast=precision_of(strategy))
 
 
-def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, device: Any = "cpu",
-            dtype: torch.dtype | None = None, bucket_bytes: int | None = None) -> Prepared:  # fmt: skip
+def prepare(
+    job: Job,
+    strategy: Strategy,
+    *,
+    rank: int,
+    backend: str | None,
+    device: Any = "cpu",
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int | None = None,
+) -> Prepared:
     """Builds the model, lays the strategy over it, and makes ready to step. All ranks call it alike. State that the
     job's code keeps outside of the model is left as it was when the job was loaded."""
     if asks_for_hosts(strategy):
@@ -153,20 +161,31 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
     with Outside(job).kept():
         layout = layout_of(job, strategy)
     engine = parallelize(
-        model, strategy, mesh, optimizer=job.optimizer, options=job.options, clip=job.clip,
-        elementwise=tried.elementwise, coupled=tried.coupled, batch_norm=job.batch_norm,
-        layout=layout, seed=job.seed, randomness=randomness,
-        update_draws=UpdateDraws(job.seed) if draws_numbers(job.optimizer) else None, average=job.ema,
+        model,
+        strategy,
+        mesh,
+        optimizer=job.optimizer,
+        options=job.options,
+        clip=job.clip,
+        elementwise=tried.elementwise,
+        coupled=tried.coupled,
+        batch_norm=job.batch_norm,
+        layout=layout,
+        seed=job.seed,
+        randomness=randomness,
+        update_draws=UpdateDraws(job.seed) if draws_numbers(job.optimizer) else None,
+        average=job.ema,
         bucket_bytes=bucket_bytes or BUCKET_BYTES,
-    )  # fmt: skip
+    )
     modes = buffer_modes(job.buffers, model)
     engine.buffers = buffer_exchange(model, engine.placement, modes, engine.absent)
     randomness.numbers.cuts = cuts_of(engine)
     executor = executor_for(engine, strategy)
     runner = StepRunner(job, executor, strategy, randomness, autocast=precision_of(strategy), dtype=dtype)
     connect(engine, strategy, seed=job.seed, dtype=dtype)
-    expected = Expected(job, strategy, layout, executor, dtype, full_parameters=not tried.elementwise,
-                        bucket_bytes=bucket_bytes)
+    expected = Expected(
+        job, strategy, layout, executor, dtype, full_parameters=not tried.elementwise, bucket_bytes=bucket_bytes
+    )
     expected.watch()
     runner.before_step = expected.forget
     return Prepared(job, strategy, executor, runner, tried, expected)

@@ -89,9 +89,15 @@ class StepRunner:
     """Runs a job's steps through an executor."""
 
     def __init__(
-        self, job: Job, executor: Executor, strategy: Strategy, randomness: Randomness, *,
-        autocast: torch.dtype | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        job: Job,
+        executor: Executor,
+        strategy: Strategy,
+        randomness: Randomness,
+        *,
+        autocast: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.job = job
         self.executor = executor
         self.engine = engine = executor.engine

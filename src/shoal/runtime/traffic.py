@@ -107,9 +107,14 @@ class Expected:
             cut = self.strategy.term(spatial)
             around = KeepFloat64 if self.dtype == torch.float64 else nullcontext
             self._forwards[key] = observe(
-                self.job, batch, dtype=self.dtype, autocast=narrow, real=self._real, around=around,
+                self.job,
+                batch,
+                dtype=self.dtype,
+                autocast=narrow,
+                real=self._real,
+                around=around,
                 planes=(1, 1) if cut is None else cut.grid,
-            )  # fmt: skip
+            )
         return self._forwards[key]
 
     @property
@@ -122,13 +127,16 @@ class Expected:
         forwards = [self.forward(batch) for batch in batches]
         compression = self.engine.compression
         found = shard_table(
-            self.held, self.strategy, forwards[0], calls=list(self._calls(forwards, total)),
+            self.held,
+            self.strategy,
+            forwards[0],
+            calls=list(self._calls(forwards, total)),
             step=0 if compression is None else compression.step - 1,
             unused=() if compression is None else compression.unused,
             method=None if compression is None else compression.method,
             gathers=self.blocks.gathers if self.blocks is not None and self.blocks.any else None,
             bucket_bytes=self.bucket_bytes,
-        )  # fmt: skip
+        )
         if self.held.placing.seats is not None:
             remote = self.engine.owner.remote
             number = remote.codec.step - 1 if remote is not None and remote.codec is not None else 0

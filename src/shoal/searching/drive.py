@@ -32,9 +32,13 @@ class WorkerProcess:
     def __init__(self, order: dict[str, Any], log: IO[bytes], messages: queue.Queue[Any]) -> None:
         # A session of its own: Ctrl-C reaches this process alone, which then has its workers stop.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.searching.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-            start_new_session=True, text=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "shoal.searching.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+            text=True,
+        )
         self.token: str | None = None
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -57,9 +61,7 @@ class WorkerProcess:
             self.process.stdin.close()
 
 
-def drive(
-    options: SearchOptions, study: Study, *, url: str, folder: Path, workers: int, listen: Listener
-) -> None:  # fmt: skip
+def drive(options: SearchOptions, study: Study, *, url: str, folder: Path, workers: int, listen: Listener) -> None:
     """Searches until there are enough trials.
 
     Raises:
@@ -67,9 +69,12 @@ def drive(
         KeyboardInterrupt: The user stopped; what was begun is queued again.
     """
     order = {
-        "options": options.to_json(), "url": url, "study": study.study_name, "folder": str(folder.absolute()),
+        "options": options.to_json(),
+        "url": url,
+        "study": study.study_name,
+        "folder": str(folder.absolute()),
         "sys_path": [each for each in sys.path if each],
-    }  # fmt: skip
+    }
     release_dead(study)
     messages: queue.Queue[Any] = queue.Queue()
     with (folder / LOG).open("ab") as log, _stopping() as alive:

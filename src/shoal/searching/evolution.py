@@ -73,10 +73,7 @@ def best_of(trials: Sequence[FrozenTrial], directions: Sequence[StudyDirection])
     rows = [costs(each) for each in trials]
 
     def beaten(row: list[float]) -> int:
-        return sum(
-            1 for other in rows
-            if other != row and all(one <= two for one, two in zip(other, row, strict=True))
-        )  # fmt: skip
+        return sum(1 for other in rows if other != row and all(one <= two for one, two in zip(other, row, strict=True)))
 
     return min(zip(rows, trials, strict=True), key=lambda pair: beaten(pair[0]))[1]
 

@@ -25,18 +25,22 @@ def write_page(results: Mapping[str, Any], folder: Path) -> Path:
 def page(results: Mapping[str, Any]) -> str:
     """The page."""
     options, best, trials = results["options"], results["best"], results["trials"]
-    entries = f"{options['trials']} members, {options['rounds']} rounds" if options["method"] == "pbt" else (
-        f"{len(trials)} trials"
-    )  # fmt: skip
+    entries = (
+        f"{options['trials']} members, {options['rounds']} rounds"
+        if options["method"] == "pbt"
+        else (f"{len(trials)} trials")
+    )
     return render(
-        PAGE / "search.html.j2", data=plain(dict(results)), script=PAGE / "search.js",
+        PAGE / "search.html.j2",
+        data=plain(dict(results)),
+        script=PAGE / "search.js",
         title=f"Search of {_short(options['space'])}",
         subtitle=f"{entries} by {options['method']} · {options['strategy']} · {options['metric']}, "
         f"{options['better']} is better",
         best=[] if best is None else [(name, _text(value)) for name, value in best["params"].items()],
         commands=[] if best is None else _commands(results, best),
         asked=[(name, _text(value)) for name, value in options.items() if value not in (None, 0, False, "")],
-    )  # fmt: skip
+    )
 
 
 def _short(space: str) -> str:

@@ -20,9 +20,12 @@ if TYPE_CHECKING:
     from optuna.study import Study
 
 STATES = {
-    TrialState.COMPLETE: "finished", TrialState.PRUNED: "ended early", TrialState.FAIL: "failed",
-    TrialState.RUNNING: "running", TrialState.WAITING: "queued",
-}  # fmt: skip
+    TrialState.COMPLETE: "finished",
+    TrialState.PRUNED: "ended early",
+    TrialState.FAIL: "failed",
+    TrialState.RUNNING: "running",
+    TrialState.WAITING: "queued",
+}
 FEWEST = 4
 """Finished trials before importances are computed."""
 
@@ -35,24 +38,36 @@ def results(study: Study, options: SearchOptions, *, complete: bool = True) -> d
     known = {row["number"]: row for row in rows}
     best, rejected = best_trial(study), sum(REJECTED in each.user_attrs for each in trials)
     return {
-        "options": options.to_json(), "trials": rows, "best": None if best is None else known[best.number],
+        "options": options.to_json(),
+        "trials": rows,
+        "best": None if best is None else known[best.number],
         "front": [known[each.number] for each in front(study)] if options.cluster else [],
-        "importances": importances(study) if complete else {}, "rejected": rejected,
+        "importances": importances(study) if complete else {},
+        "rejected": rejected,
         "lost": sum(len(each.system_attrs.get("retry_history", ())) for each in counted),
-    }  # fmt: skip
+    }
 
 
 def _row(trials: Sequence[FrozenTrial], trial: FrozenTrial, options: SearchOptions) -> dict[str, Any]:
     attrs, place = trial.user_attrs, slot(trials, trial)
     row = {
-        "number": trial.number, "trial": place, "state": STATES[trial.state], "params": dict(trial.params),
-        "value": trial.values[0] if trial.values else None, "reason": attrs.get("reason"), "job": attrs.get("job"),
-        "step_s": attrs.get("step_s"), "memory_bytes": attrs.get("memory_bytes"), "seconds": attrs.get("seconds"),
-        "predicted": attrs.get("predicted"), "shares": attrs.get("shares"), "folder": f"trials/{origin(trial):04d}",
+        "number": trial.number,
+        "trial": place,
+        "state": STATES[trial.state],
+        "params": dict(trial.params),
+        "value": trial.values[0] if trial.values else None,
+        "reason": attrs.get("reason"),
+        "job": attrs.get("job"),
+        "step_s": attrs.get("step_s"),
+        "memory_bytes": attrs.get("memory_bytes"),
+        "seconds": attrs.get("seconds"),
+        "predicted": attrs.get("predicted"),
+        "shares": attrs.get("shares"),
+        "folder": f"trials/{origin(trial):04d}",
         "reported": {str(step): value for step, value in trial.intermediate_values.items()},
         "started": None if trial.datetime_start is None else trial.datetime_start.isoformat(),
         "ended": None if trial.datetime_complete is None else trial.datetime_complete.isoformat(),
-    }  # fmt: skip
+    }
     if options.method == "pbt":
         row["round"], row["member"] = divmod(place, options.trials)
         row["parent"], row["copied"] = attrs.get(PARENT), bool(attrs.get(COPIED))
@@ -84,9 +99,11 @@ def importances(study: Study) -> dict[str, float]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # It says that low values of a target are good ones, as they are here.
             found = get_param_importances(
-                study, evaluator=PedAnovaImportanceEvaluator(), params=varied,
+                study,
+                evaluator=PedAnovaImportanceEvaluator(),
+                params=varied,
                 target=lambda trial: sign * trial.values[0],
-            )  # fmt: skip
+            )
     except (ValueError, RuntimeError, optuna.exceptions.OptunaError):
         return {}
     total = sum(found.values())

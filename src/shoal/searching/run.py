@@ -34,9 +34,15 @@ def stored(folder: Path) -> SearchOptions | None:
 
 
 def run_search(
-    options: SearchOptions, folder: Path, *, storage: str | None, study: str | None, workers: int, retrain: bool,
+    options: SearchOptions,
+    folder: Path,
+    *,
+    storage: str | None,
+    study: str | None,
+    workers: int,
+    retrain: bool,
     listen: Listener,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Searches, or goes on with the search in the folder; what it found.
 
     Raises:

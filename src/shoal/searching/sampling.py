@@ -59,9 +59,7 @@ class PlacedSampler(BaseSampler):
     ) -> Any:
         return self.inner.sample_independent(study, trial, param_name, param_distribution)
 
-    def after_trial(
-        self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
-    ) -> None:
+    def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
         if self._inner is not None:
             self._inner.after_trial(study, trial, state, values)
 

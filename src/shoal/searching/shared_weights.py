@@ -62,9 +62,13 @@ def middle(distribution: BaseDistribution) -> Any:
     assert isinstance(distribution, (optuna.distributions.FloatDistribution, optuna.distributions.IntDistribution))
     whole = isinstance(distribution, optuna.distributions.IntDistribution)
     found = Dimension(
-        name="", low=distribution.low, high=distribution.high, step=None if distribution.log else distribution.step,
-        log=distribution.log, whole=whole,
-    ).centre  # fmt: skip
+        name="",
+        low=distribution.low,
+        high=distribution.high,
+        step=None if distribution.log else distribution.step,
+        log=distribution.log,
+        whole=whole,
+    ).centre
     return found
 
 

@@ -47,9 +47,12 @@ def open_storage(url: str) -> RDBStorage:
         more = {"connect_args": {"timeout": 60}}
     try:
         return RDBStorage(
-            url, engine_kwargs=more, heartbeat_interval=HEARTBEAT_S, grace_period=GRACE_S,
+            url,
+            engine_kwargs=more,
+            heartbeat_interval=HEARTBEAT_S,
+            grace_period=GRACE_S,
             heartbeat_stale_trial_callback=queue_again,
-        )  # fmt: skip
+        )
     except ImportError as error:
         raise CannotSearch(f"--storage {scheme(url)}: {error}; install the driver of this database") from None
     except Exception as error:
@@ -151,6 +154,7 @@ def standing(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
     found = list(trials)
     lost = {number for each in found for number in each.system_attrs.get("retry_history", ())}
     return [
-        each for each in found
+        each
+        for each in found
         if each.number not in lost and REJECTED not in each.user_attrs and SURPLUS not in each.user_attrs
-    ]  # fmt: skip
+    ]

@@ -46,9 +46,18 @@ def run_to(job: str, options: SearchOptions, folder: Path, *, steps: int, listen
     while True:
         try:
             run = train_job(
-                job, options.strategy, folder=folder, go_on=True, steps=steps, seed=options.seed, evaluate_every=0,
-                stop_at_target=False, keep=1, checkpoint_every=max(1, math.ceil(options.steps / 4)), on_message=listen,
-            )  # fmt: skip
+                job,
+                options.strategy,
+                folder=folder,
+                go_on=True,
+                steps=steps,
+                seed=options.seed,
+                evaluate_every=0,
+                stop_at_target=False,
+                keep=1,
+                checkpoint_every=max(1, math.ceil(options.steps / 4)),
+                on_message=listen,
+            )
         except CannotTrain as error:
             if isinstance(error.__cause__, FolderBusy) and time.monotonic() - began < BUSY_S:
                 time.sleep(0.2)

@@ -35,16 +35,22 @@ def train_winner(
     parts = lineage(study, best, options)
     for steps, job in parts:
         run = run_to(
-            job, options, place, steps=steps,
+            job,
+            options,
+            place,
+            steps=steps,
             listen=lambda message: listen({**message, "winner": True, "total": parts[-1][0]}),
-        )  # fmt: skip
+        )
     weights = place / f"trial-{origin(best)}.safetensors"
     _save(run, parts[-1][1], weights)
     _offer(study, weights, folder)
     return {
-        "folder": str(place), "value": value_of(run, options), "metrics": run.summary["metrics"],
-        "weights": str(weights), "trial": best.number,
-    }  # fmt: skip
+        "folder": str(place),
+        "value": value_of(run, options),
+        "metrics": run.summary["metrics"],
+        "weights": str(weights),
+        "trial": best.number,
+    }
 
 
 def _save(run: Run, job: str, path: Path) -> None:

@@ -24,18 +24,36 @@ def _llama(
 ) -> Transformer:
     """Touvron et al. 2023, Llama team 2024, Jiang et al. 2024: gated, untied, grouped queries."""
     return Transformer(
-        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, gated=True, vocab=vocab, tied=False,
-        sequence=sequence, experts=experts, active_experts=2 if experts else 0,
-    )  # fmt: skip
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        gated=True,
+        vocab=vocab,
+        tied=False,
+        sequence=sequence,
+        experts=experts,
+        active_experts=2 if experts else 0,
+    )
 
 
 SHAPES: dict[str, Transformer] = {
-    "gpt2:small": _gpt2(12, 768, 12), "gpt2:medium": _gpt2(24, 1024, 16), "gpt2:large": _gpt2(36, 1280, 20),
+    "gpt2:small": _gpt2(12, 768, 12),
+    "gpt2:medium": _gpt2(24, 1024, 16),
+    "gpt2:large": _gpt2(36, 1280, 20),
     "gpt2:xl": _gpt2(48, 1600, 25),
-    "gpt:125m": _gpt3(12, 768, 12), "gpt:350m": _gpt3(24, 1024, 16), "gpt:760m": _gpt3(24, 1536, 16),
-    "gpt:1.3b": _gpt3(24, 2048, 16), "gpt:2.7b": _gpt3(32, 2560, 32), "gpt:6.7b": _gpt3(32, 4096, 32),
-    "gpt:13b": _gpt3(40, 5120, 40), "gpt:22b": _gpt3(48, 6144, 64), "gpt:175b": _gpt3(96, 12_288, 96),
-    "gpt:530b": _gpt3(105, 20_480, 128), "gpt:1t": _gpt3(128, 25_600, 160),
+    "gpt:125m": _gpt3(12, 768, 12),
+    "gpt:350m": _gpt3(24, 1024, 16),
+    "gpt:760m": _gpt3(24, 1536, 16),
+    "gpt:1.3b": _gpt3(24, 2048, 16),
+    "gpt:2.7b": _gpt3(32, 2560, 32),
+    "gpt:6.7b": _gpt3(32, 4096, 32),
+    "gpt:13b": _gpt3(40, 5120, 40),
+    "gpt:22b": _gpt3(48, 6144, 64),
+    "gpt:175b": _gpt3(96, 12_288, 96),
+    "gpt:530b": _gpt3(105, 20_480, 128),
+    "gpt:1t": _gpt3(128, 25_600, 160),
     "llama:7b": _llama(32, 4096, 32, 32, 11_008, 32_000, 2048),
     "llama:13b": _llama(40, 5120, 40, 40, 13_824, 32_000, 2048),
     "llama:65b": _llama(80, 8192, 64, 64, 22_016, 32_000, 2048),
@@ -54,7 +72,7 @@ SHAPES: dict[str, Transformer] = {
     "vit:b": Transformer(layers=12, hidden=768, heads=12, vocab=1000, tied=False, sequence=197, causal=False),
     "vit:l": Transformer(layers=24, hidden=1024, heads=16, vocab=1000, tied=False, sequence=197, causal=False),
     "vit:h": Transformer(layers=32, hidden=1280, heads=16, vocab=1000, tied=False, sequence=257, causal=False),
-}  # fmt: skip
+}
 
 
 def preset(name: str) -> Transformer:

@@ -29,11 +29,35 @@ serial = Strategy()
 """The strategy without terms: one process, nothing cut."""
 
 __all__ = [
-    "RULES", "SPECTRUM", "SYSTEMS", "Axis", "Contract", "IllegalStrategy", "Likeness", "ModelFacts",
-    "Refusal", "Strategy", "StrategyError", "System", "TaxonomyPlace", "Technique", "TermError", "as_strategy", "check",
-    "contract", "explanation", "in_words", "is_legal", "parse", "place", "require_legal", "serial",
-    "systems_like", "techniques", *_terms,
-]  # fmt: skip
+    "RULES",
+    "SPECTRUM",
+    "SYSTEMS",
+    "Axis",
+    "Contract",
+    "IllegalStrategy",
+    "Likeness",
+    "ModelFacts",
+    "Refusal",
+    "Strategy",
+    "StrategyError",
+    "System",
+    "TaxonomyPlace",
+    "Technique",
+    "TermError",
+    "as_strategy",
+    "check",
+    "contract",
+    "explanation",
+    "in_words",
+    "is_legal",
+    "parse",
+    "place",
+    "require_legal",
+    "serial",
+    "systems_like",
+    "techniques",
+    *_terms,
+]
 
 
 def __getattr__(name: str) -> Any:

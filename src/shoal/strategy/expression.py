@@ -231,8 +231,12 @@ def _refuse_repeated(term: Term, index: int, before: tuple[Term, ...]) -> None:
         if any(_first(term) == _first(other) for other in same):
             raise TermError(f"{name}({_first(term)!r}) stands twice; once is enough".replace("'", '"'), index=index)
     elif same:
-        raise TermError(f"{name} stands twice; of all axes only dp may repeat" if isinstance(term, AxisTerm)
-                        else f"{name} stands twice; a modifier stands once", index=index)  # fmt: skip
+        raise TermError(
+            f"{name} stands twice; of all axes only dp may repeat"
+            if isinstance(term, AxisTerm)
+            else f"{name} stands twice; a modifier stands once",
+            index=index,
+        )
 
 
 def _first(term: Term) -> object:

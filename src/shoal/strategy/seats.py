@@ -67,9 +67,11 @@ class Seats:
     def served_by(self, rank: int) -> list[tuple[int, int]]:
         """(shard, position) of all parts at a server."""
         return [
-            (shard, position) for shard in range(self.shards) for position in range(self.positions)
+            (shard, position)
+            for shard in range(self.shards)
+            for position in range(self.positions)
             if self.server(shard, position) == rank
-        ]  # fmt: skip
+        ]
 
 
 def seats_of(strategy: Strategy) -> Seats | None:

@@ -103,8 +103,9 @@ class _Reader:
         if len(self.text) > LONGEST_TEXT:
             raise StrategyError(
                 f"the strategy has {len(self.text):,} characters; at most {LONGEST_TEXT:,} are read",
-                text=self.text[:72].strip() or EXAMPLE, column=0,
-            )  # fmt: skip
+                text=self.text[:72].strip() or EXAMPLE,
+                column=0,
+            )
         for column, character in enumerate(self.line):
             # A comment would swallow the rest, a backslash would draw warnings from Python, the others cannot
             # be shown.
@@ -129,9 +130,12 @@ class _Reader:
         word = next((word for word in _words() if self.code.startswith(word, at)), None)
         if word is not None:  # 1f1b, which Python takes for a number.
             return StrategyError(
-                _UNQUOTED.format(word), text=self.text, column=self.start + at, length=len(word),
+                _UNQUOTED.format(word),
+                text=self.text,
+                column=self.start + at,
+                length=len(word),
                 suggestion=f'"{word}"',
-            )  # fmt: skip
+            )
         message = (error.msg or "invalid syntax").removeprefix("invalid syntax. ")
         opened, closed = self.code.count("("), self.code.count(")")
         if opened > closed:
@@ -153,8 +157,11 @@ class _Reader:
         symbol = self.code[at:right_start].rstrip(" (") or "this"
         return StrategyError(
             f"{symbol} does not join terms; terms multiply",
-            text=self.text, column=self.start + at, length=len(symbol), suggestion="*",
-        )  # fmt: skip
+            text=self.text,
+            column=self.start + at,
+            length=len(symbol),
+            suggestion="*",
+        )
 
     def _is_serial(self, ast: Any, node: ast.expr) -> bool:
         if isinstance(node, ast.Call) and not node.args and not node.keywords:

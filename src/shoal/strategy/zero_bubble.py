@@ -83,11 +83,17 @@ def v_passes(rank: int, ranks: int, micro: int) -> list[tuple[Literal["F", "B", 
     left = micro - (2 * ranks - 1 - rank)
     order = [
         # Until the first micro-batch comes back up, those behind it go down.
-        *[forward] * (2 * after - 1), *[("F", UP), forward] * rank, *steady[2:] * after,
-        *[forward, *steady] * left, *steady * (micro - ranks - left),
+        *[forward] * (2 * after - 1),
+        *[("F", UP), forward] * rank,
+        *steady[2:] * after,
+        *[forward, *steady] * left,
+        *steady * (micro - ranks - left),
         # No forward is left to fill the gaps: from here on weight gradients do.
-        *[("B", DOWN), ("B", UP)] * rank, *steady[:2] * after, *[("W", UP)] * rank, *[("W", DOWN)] * rank,
-    ]  # fmt: skip
+        *[("B", DOWN), ("B", UP)] * rank,
+        *steady[:2] * after,
+        *[("W", UP)] * rank,
+        *[("W", DOWN)] * rank,
+    ]
     return order  # type: ignore[return-value]
 
 
@@ -133,7 +139,7 @@ class _Scheduler:
         held = self.held[rank]
         owed = min(
             ((self.weights[stage], stage) for stage in held if self.weights[stage] < self.inputs[stage]), default=None
-        )  # fmt: skip
+        )
         weight: ScheduledPass | None = None if owed is None else ("W", owed[1], owed[0])
         if weight and sum(self.inputs[stage] - self.weights[stage] for stage in held) > self.rule.most_owed:
             return weight

@@ -57,8 +57,13 @@ class Callbacks:
         run = self._run
         for method in self._of[event]:
             state = TrainingState(
-                step=run.step, steps=run.job.steps, samples=run.counter, folder=run.folder, row=self._row,
-                metrics=dict(run.metrics), checkpoint=path,
-            )  # fmt: skip
+                step=run.step,
+                steps=run.job.steps,
+                samples=run.counter,
+                folder=run.folder,
+                row=self._row,
+                metrics=dict(run.metrics),
+                checkpoint=path,
+            )
             method(state)
             self.reason = self.reason or state.reason

@@ -71,8 +71,14 @@ def check(options: TrainOptions, channel: Any) -> dict[str, Any]:
     if options.gate:
         for message in require_independent_once(job, strategy, facts, asked, backend=options.backend):
             channel.say(message)
-    return {"job": job.name, "steps": job.steps, "seed": job.seed, "resume": resume, "question": asked,
-            "flops_per_sample": flops_per_sample(job)}  # fmt: skip
+    return {
+        "job": job.name,
+        "steps": job.steps,
+        "seed": job.seed,
+        "resume": resume,
+        "question": asked,
+        "flops_per_sample": flops_per_sample(job),
+    }
 
 
 def _require_checkpoints(options: TrainOptions, strategy: Strategy) -> None:

@@ -74,8 +74,9 @@ def facts(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
         advice.append(f"PyTorch has no collectives for {devices.get('device 0', '')}: ranks compute in host memory")
     variables = {
         name: "(set)" if "TOKEN" in name or "KEY" in name else value
-        for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)
-    }  # fmt: skip
+        for name, value in sorted(os.environ.items())
+        if name.startswith(VARIABLES)
+    }
     for own in ("SHOAL_RENDEZVOUS", "SHOAL_HANG_AFTER_S", "SHOAL_TOKEN", "SHOAL_LOST"):
         variables.pop(own, None)  # Of this very process.
     sections = {"machine": machine, "devices": devices, "links": links, "limits": limits, "variables": variables}

@@ -90,8 +90,13 @@ def in_session(options: TrainOptions, number: int) -> TrainOptions:
         return options
     sessions.enter(number, found["world"])
     return replace(
-        options, resume=found["resume"], strategy=found["strategy"], checked=True, go_on=False, gate=False,
-    )  # fmt: skip
+        options,
+        resume=found["resume"],
+        strategy=found["strategy"],
+        checked=True,
+        go_on=False,
+        gate=False,
+    )
 
 
 def goes_on_from(number: int, island: int) -> tuple[int, int] | None:
@@ -181,11 +186,21 @@ class Joining:
         sources = [left.index(at) if at in left else 0 for at in range(len(after))]
         folder = os.environ.get(LOST_FOLDER)
         path = run.folder / "checkpoints" / f"step-{run.step:08d}"
-        sessions.announce(self.past.number + 1, {
-            "coming": wanted, "resume": str(path), "strategy": str(following), "world": following.world,
-            "sources": sources, "saved_islands": len(left), "grown": grows or self._has_grown, "facts": facts,
-            "step": run.step,
-        }, lost=None if folder is None else Path(folder))  # fmt: skip
+        sessions.announce(
+            self.past.number + 1,
+            {
+                "coming": wanted,
+                "resume": str(path),
+                "strategy": str(following),
+                "world": following.world,
+                "sources": sources,
+                "saved_islands": len(left),
+                "grown": grows or self._has_grown,
+                "facts": facts,
+                "step": run.step,
+            },
+            lost=None if folder is None else Path(folder),
+        )
 
 
 def came(run: TrainingRun, past: Past) -> None:
@@ -199,11 +214,14 @@ def came(run: TrainingRun, past: Past) -> None:
     ranks = found["coming"]
     steps = [found["step"] - lost_at[rank] for rank in ranks if rank in lost_at]
     row = {
-        "came": ranks, "step": found["step"], "missed_steps": max(steps, default=0),
+        "came": ranks,
+        "step": found["step"],
+        "missed_steps": max(steps, default=0),
         "warmup_s": max(each["warmup_s"] for each in found["facts"].values()),
-        "waited_s": max(0.0, past.paused_at_s - max(ready)), "copying_s": past.copied_s + run.restored_s,
+        "waited_s": max(0.0, past.paused_at_s - max(ready)),
+        "copying_s": past.copied_s + run.restored_s,
         "pause_s": now_s - past.paused_at_s,
-    }  # fmt: skip
+    }
     past.paused_at_s = None
     past.recovery.append(row)
     names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

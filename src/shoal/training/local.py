@@ -131,7 +131,7 @@ def _require_call(job: Any, strategy: Any, folder: Any, hang_after_s: Any, on_me
         )
     if not isinstance(strategy, (str, Strategy, Term)) and strategy is not None:
         raise CannotTrain(
-            f"train_job was given {strategy!r} as its strategy; give text or terms, such as \"dp(2, zero=1)\" or dp(2)"
+            f'train_job was given {strategy!r} as its strategy; give text or terms, such as "dp(2, zero=1)" or dp(2)'
         )
     if folder is not None and not isinstance(folder, (str, Path)):
         raise CannotTrain(f"train_job was given {folder!r} as its folder; give a path, or None for a new one")
@@ -171,9 +171,12 @@ def require_hindrances(options: TrainOptions, world: int) -> None:
         read_killed_ranks(options.fail, world=world)
         strategy = parse(options.strategy or "serial")
         require_can_come(
-            strategy, rejoin=options.rejoin, join=options.join, weights_only=options.weights_only,
+            strategy,
+            rejoin=options.rejoin,
+            join=options.join,
+            weights_only=options.weights_only,
             checkpoints=options.checkpoint_every != 0,
-        )  # fmt: skip
+        )
     except (BadHindrance, BadJoin) as error:
         raise CannotTrain(str(error)) from None
 
@@ -231,10 +234,15 @@ def _checked(options: TrainOptions, *, hang_after_s: float, on_message: Listener
         where = folder or "runs"
         raise CannotTrain(f"{where} cannot be the run's folder: {error.strerror}; give another --folder") from error
     return replace(
-        options, folder=folder, resume=checked["resume"], checked=True, gate=False,
-        checkpoint_every=checkpoints_every(options, checked["steps"]), job_seed=checked["seed"],
+        options,
+        folder=folder,
+        resume=checked["resume"],
+        checked=True,
+        gate=False,
+        checkpoint_every=checkpoints_every(options, checked["steps"]),
+        job_seed=checked["seed"],
         flops_per_sample=checked["flops_per_sample"],
-    )  # fmt: skip
+    )
 
 
 def _locked(folder: str, on_message: Listener) -> FolderLock:

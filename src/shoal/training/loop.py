@@ -101,9 +101,7 @@ def _session(job: Job, options: TrainOptions, channel: Any, past: Past) -> dict[
             leave(lost={*lost_ranks(), *sessions.coming_to(past.number + 1)})
             return served
         bucket_bytes = None if options.bucket_mb is None else int(options.bucket_mb * 1e6)
-        ready = prepare(
-            job, strategy, rank=me.rank, backend=me.backend, device=me.device, bucket_bytes=bucket_bytes
-        )
+        ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device, bucket_bytes=bucket_bytes)
         run = TrainingRun(ready, options, folder, channel, rank=me.rank, past=past)
         try:
             outcome = run.go()
@@ -164,11 +162,15 @@ class TrainingRun:
         if rank == 0:
             known = (self.folder / RUN).exists()  # One that was started and wrote no checkpoint begins again.
             self.recorder = Recorder(
-                self.folder, job_name=self.job.name, strategy=str(ready.strategy), world=ready.strategy.world,
-                seed=self.job.seed, arguments=options.recorded(),
+                self.folder,
+                job_name=self.job.name,
+                strategy=str(ready.strategy),
+                world=ready.strategy.world,
+                seed=self.job.seed,
+                arguments=options.recorded(),
                 log=options.log,
                 resumed_at=self.step if options.resume is not None or (options.starts_again and known) else None,
-            )  # fmt: skip
+            )
 
     def _resume(self, path: Path) -> None:
         if self.options.checked:
@@ -277,12 +279,20 @@ class TrainingRun:
         self.sent.append(self.ledger.bytes)
         memory = peak_memory_bytes(self.engine.device)
         row = {
-            "step": self.step, "samples": self.counter, "loss": result.loss, "count": result.count,
-            "lr": self.engine.optimizer.rates.now(lr_factor), "lr_factor": lr_factor,
-            "grad_norm": result.grad_norm, "step_s": seconds,
-            "samples_per_s": samples / seconds, "memory_bytes": memory,
-            "train_s": self.train_s, "sent_bytes": counted.bytes, "critical_batch": self.noise.critical_batch,
-        }  # fmt: skip
+            "step": self.step,
+            "samples": self.counter,
+            "loss": result.loss,
+            "count": result.count,
+            "lr": self.engine.optimizer.rates.now(lr_factor),
+            "lr_factor": lr_factor,
+            "grad_norm": result.grad_norm,
+            "step_s": seconds,
+            "samples_per_s": samples / seconds,
+            "memory_bytes": memory,
+            "train_s": self.train_s,
+            "sent_bytes": counted.bytes,
+            "critical_batch": self.noise.critical_batch,
+        }
         if self.engine.outer is not None:
             sent = sum(entry.bytes for key, entry in counted.entries.items() if key.phase == OUTER)
             self.engine.consistency.sent(sent, self.engine.outer.synchronous_bytes)
@@ -326,13 +336,21 @@ class TrainingRun:
     def progress(self) -> dict[str, Any]:
         """What a checkpoint keeps of the run besides the engine's state."""
         return {
-            "job": self.job.name, "seed": self.job.seed, "counter": self.counter, "train_s": self.train_s,
-            "strategy": str(self.ready.strategy), "metrics": self.metrics, "reached_s": self.reached_s,
-            "reached_step": self.reached_step, "loss": self.last_loss, "evaluated_step": self.evaluated_step,
-            "noise": self.noise.state, "ended": self.ended,
+            "job": self.job.name,
+            "seed": self.job.seed,
+            "counter": self.counter,
+            "train_s": self.train_s,
+            "strategy": str(self.ready.strategy),
+            "metrics": self.metrics,
+            "reached_s": self.reached_s,
+            "reached_step": self.reached_step,
+            "loss": self.last_loss,
+            "evaluated_step": self.evaluated_step,
+            "noise": self.noise.state,
+            "ended": self.ended,
             **({"loss_scale": scale.to_json()} if (scale := self.engine.scale_of_loss) is not None else {}),
             **({"monitor": self.monitor.to_json()} if self.monitor.active else {}),
-        }  # fmt: skip
+        }
 
     def settle(self) -> None:
         """What reads the parameters waits for updates that are still under way."""
@@ -366,18 +384,32 @@ class TrainingRun:
         served = self.joining.past.add_served(leave_servers(self.engine, self.rank))
         steady = self.step_times[1:] or self.step_times
         outcome = {
-            "status": status, "strategy": str(self.ready.strategy), "world": self.ready.strategy.world,
-            "step": self.step, "steps": self.job.steps, "saved_step": self.saving.saved_step, "loss": self.last_loss,
-            "metrics": self.metrics, "train_s": self.train_s, "ranks": split,
+            "status": status,
+            "strategy": str(self.ready.strategy),
+            "world": self.ready.strategy.world,
+            "step": self.step,
+            "steps": self.job.steps,
+            "saved_step": self.saving.saved_step,
+            "loss": self.last_loss,
+            "metrics": self.metrics,
+            "train_s": self.train_s,
+            "ranks": split,
             "step_s": statistics.median(steady) if steady else None,
             "memory_bytes": peak_memory_bytes(self.engine.device),
-            "steps_to_target": self.reached_step, "time_to_target_s": self.reached_s,
-            "critical_batch": self.noise.critical_batch, "global_batch": self._batch_now(),
-            "ledger": self.ledger.to_json(), "predicted": self.ready.predicted.to_json(),
-            "sent_bytes": statistics.fmean(self.sent or [0]), "predicted_bytes": self.ready.predicted_bytes,
-            "folder": str(self.folder), **self.speed.summary(), **self.lost.report(),
-            **staleness(self.ready.executor), **served,
-        }  # fmt: skip
+            "steps_to_target": self.reached_step,
+            "time_to_target_s": self.reached_s,
+            "critical_batch": self.noise.critical_batch,
+            "global_batch": self._batch_now(),
+            "ledger": self.ledger.to_json(),
+            "predicted": self.ready.predicted.to_json(),
+            "sent_bytes": statistics.fmean(self.sent or [0]),
+            "predicted_bytes": self.ready.predicted_bytes,
+            "folder": str(self.folder),
+            **self.speed.summary(),
+            **self.lost.report(),
+            **staleness(self.ready.executor),
+            **served,
+        }
         if offloading := self.engine.owner.offloading:
             outcome["offload"] = offloading.report()
         outer = self.engine.outer
@@ -399,7 +431,14 @@ class TrainingRun:
     def failed(self, error: BaseException) -> None:
         self.saving.give_up()
         if self.recorder is not None:
-            self.recorder.close("failed", {
-                "step": self.step, "loss": self.last_loss, "reason": str(error), "samples": self.counter,
-                "memory_bytes": peak_memory_bytes(self.engine.device), "memory_limit_bytes": memory_limit_bytes(),
-            })  # fmt: skip
+            self.recorder.close(
+                "failed",
+                {
+                    "step": self.step,
+                    "loss": self.last_loss,
+                    "reason": str(error),
+                    "samples": self.counter,
+                    "memory_bytes": peak_memory_bytes(self.engine.device),
+                    "memory_limit_bytes": memory_limit_bytes(),
+                },
+            )

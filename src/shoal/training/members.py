@@ -70,7 +70,7 @@ def train_members(
     given = [
         _options_of(options, member_folder(folder, member), inner, member_seed(seed, member))
         for member in range(term.n)
-    ]  # fmt: skip
+    ]
     facts = _begin(folder, options, strategy, seed)
 
     def listen(rank: int, message: dict[str, Any]) -> None:
@@ -78,9 +78,12 @@ def train_members(
 
     try:
         found = run_worlds(
-            train_run, [each.to_json() for each in given], ranks=inner.world, hang_after_s=hang_after_s,
+            train_run,
+            [each.to_json() for each in given],
+            ranks=inner.world,
+            hang_after_s=hang_after_s,
             on_message=listen,
-        )  # fmt: skip
+        )
         outcomes = [each[0] for each in found]
         stopped = any(each["status"] == "stopped" for each in outcomes)
         student = None
@@ -89,9 +92,12 @@ def train_members(
             asked = _options_of(options, folder / STUDENT, inner, member_seed(seed, term.n))
             asked = replace(asked, teachers=", ".join(str(each.folder) for each in given))
             student = run_ranks(
-                train_run, asked.to_json(), ranks=inner.world, hang_after_s=hang_after_s,
+                train_run,
+                asked.to_json(),
+                ranks=inner.world,
+                hang_after_s=hang_after_s,
                 on_message=lambda rank, message: on_message({**message, "member": STUDENT}),
-            )[0]  # fmt: skip
+            )[0]
             stopped = student["status"] == "stopped"
         judged: dict[str, Any] = {}
         if not stopped:
@@ -105,15 +111,33 @@ def train_members(
         raise
     memory_bytes = max(each["memory_bytes"] for world in found for each in world if each is not None)
     outcome = {
-        **outcomes[0], "strategy": str(strategy), "world": strategy.world, "folder": str(folder),
-        "memory_bytes": memory_bytes, "status": "stopped" if stopped else "finished",
-        "metrics": judged.get("together", {}), **judged,
+        **outcomes[0],
+        "strategy": str(strategy),
+        "world": strategy.world,
+        "folder": str(folder),
+        "memory_bytes": memory_bytes,
+        "status": "stopped" if stopped else "finished",
+        "metrics": judged.get("together", {}),
+        **judged,
         "losses": [each["loss"] for each in outcomes],
-    }  # fmt: skip
+    }
     if student is not None:
         outcome["student_loss"] = student["loss"]
-    kept = ("step", "steps", "loss", "losses", "metrics", "step_s", "memory_bytes", "train_s", "alone", "mean_alone",
-            "together", "student", "combined")  # fmt: skip
+    kept = (
+        "step",
+        "steps",
+        "loss",
+        "losses",
+        "metrics",
+        "step_s",
+        "memory_bytes",
+        "train_s",
+        "alone",
+        "mean_alone",
+        "together",
+        "student",
+        "combined",
+    )
     summary = {key: outcome[key] for key in kept if key in outcome}
     with contextlib.suppress(RunBroken):
         facts["environment"] = read_json(member_folder(folder, 0) / RUN).get("environment")
@@ -130,19 +154,34 @@ def _options_of(options: TrainOptions, folder: Path, inner: Strategy, seed: int)
     goes_on = can_go_on(folder)
     every = options.checkpoint_every or 1 << 30  # The last step is saved in any case: members are judged together.
     return replace(
-        options, strategy=str(inner), folder=str(folder), seed=seed, resume=str(folder) if goes_on else None,
-        go_on=(folder / RUN).exists(), checkpoint_every=every, lock=None, checked=False,
-    )  # fmt: skip
+        options,
+        strategy=str(inner),
+        folder=str(folder),
+        seed=seed,
+        resume=str(folder) if goes_on else None,
+        go_on=(folder / RUN).exists(),
+        checkpoint_every=every,
+        lock=None,
+        checked=False,
+    )
 
 
 def _begin(folder: Path, options: TrainOptions, strategy: Strategy, seed: int) -> dict[str, Any]:
     before = read_json(folder / RUN) if (folder / RUN).exists() else {}
     facts = {
-        "status": "running", "reason": None, "job": options.job, "strategy": str(strategy),
-        "contract": str(contract(strategy)), "world": strategy.world, "seed": seed,
-        "arguments": {**options.recorded(), "strategy": str(strategy)}, "environment": {},
-        "started": before.get("started", _now()), "ended": None, "summary": None,
-    }  # fmt: skip
+        "status": "running",
+        "reason": None,
+        "job": options.job,
+        "strategy": str(strategy),
+        "contract": str(contract(strategy)),
+        "world": strategy.world,
+        "seed": seed,
+        "arguments": {**options.recorded(), "strategy": str(strategy)},
+        "environment": {},
+        "started": before.get("started", _now()),
+        "ended": None,
+        "summary": None,
+    }
     write_json(folder / RUN, facts)
     return facts
 
@@ -153,5 +192,3 @@ def _end(folder: Path, facts: dict[str, Any], found: dict[str, Any]) -> None:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-

@@ -88,28 +88,54 @@ class OwnBatches:
 
     @classmethod
     def of(
-        cls, model: nn.Module, strategy: Strategy, me: Rank, tried: Probe, *, example: Mapping[str, torch.Tensor],
-        loss: Callable[..., Any] | None, inputs: Any, metrics: Any, **given: Any,
-    ) -> OwnBatches:  # fmt: skip
+        cls,
+        model: nn.Module,
+        strategy: Strategy,
+        me: Rank,
+        tried: Probe,
+        *,
+        example: Mapping[str, torch.Tensor],
+        loss: Callable[..., Any] | None,
+        inputs: Any,
+        metrics: Any,
+        **given: Any,
+    ) -> OwnBatches:
         """Makes a model train by a strategy with any axes. All ranks call it alike."""
         if loss is None:
             raise ValueError("shoal.engine: example= was given without loss=; give (output, batch) -> (sum, count)")
         train, validation = GivenBatch(example), GivenBatch(example)
         untouched = deepcopy(model)
         job = Job(
-            name=type(model).__name__, model=lambda: deepcopy(untouched), train=TensorData(**example), loss=loss,
-            inputs=inputs, metrics=metrics, global_batch=len(train), steps=1, **given,
-        )  # fmt: skip
+            name=type(model).__name__,
+            model=lambda: deepcopy(untouched),
+            train=TensorData(**example),
+            loss=loss,
+            inputs=inputs,
+            metrics=metrics,
+            global_batch=len(train),
+            steps=1,
+            **given,
+        )
         layout = layout_of(job, strategy)
         require_legal(strategy, world=me.world, facts=facts_of(job, layout))
         mesh = mesh_of(strategy, rank=me.rank, backend=me.backend)
         randomness = Randomness(job.seed, places_of(job, model, None))
         engine = parallelize(
-            model, strategy, mesh, optimizer=job.optimizer, options=job.options, clip=job.clip,
-            elementwise=tried.elementwise, coupled=tried.coupled, batch_norm=job.batch_norm, layout=layout,
-            seed=job.seed, randomness=randomness, average=job.ema,
+            model,
+            strategy,
+            mesh,
+            optimizer=job.optimizer,
+            options=job.options,
+            clip=job.clip,
+            elementwise=tried.elementwise,
+            coupled=tried.coupled,
+            batch_norm=job.batch_norm,
+            layout=layout,
+            seed=job.seed,
+            randomness=randomness,
+            average=job.ema,
             update_draws=UpdateDraws(job.seed) if draws_numbers(job.optimizer) else None,
-        )  # fmt: skip
+        )
         randomness.numbers.cuts = cuts_of(engine)
         plain = replace(job, train=train, validation=validation, model=lambda: model)
         runner = StepRunner(

@@ -29,9 +29,14 @@ class OwnLoop:
     """A model under a strategy, for a loop of one's own."""
 
     def __init__(
-        self, running: Engine, strategy: Strategy, *, declared: Mapping[str, BufferMode], place: Rank,
+        self,
+        running: Engine,
+        strategy: Strategy,
+        *,
+        declared: Mapping[str, BufferMode],
+        place: Rank,
         batches: OwnBatches | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank, self.world = place.rank, place.world
         self._batches = batches
         self.running = running
@@ -140,9 +145,7 @@ class OwnLoop:
             raise RuntimeError("this engine calls the model itself: use engine.evaluate_batch(batch)")
         return mean_loss(self.running, loss_of, batch)
 
-    def save(
-        self, folder: str | Path, *, step: int, progress: dict[str, Any] | None = None, keep: int = 2
-    ) -> Path:
+    def save(self, folder: str | Path, *, step: int, progress: dict[str, Any] | None = None, keep: int = 2) -> Path:
         """Writes a checkpoint: weights, buffers, optimiser state, loss scale. All ranks call it alike.
 
         Args:

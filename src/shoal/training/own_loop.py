@@ -89,9 +89,21 @@ def engine(
         if me.device.type != "cpu":
             model.to(me.device)
         batches = OwnBatches.of(
-            model, wanted, me, tried, example=example, loss=loss, inputs=inputs, metrics=metrics, optimizer=optimizer,
-            options=options, clip=clip, batch_norm="sync" if sync_batch_norm else "local", buffers=buffers, seed=seed,
-        )  # fmt: skip
+            model,
+            wanted,
+            me,
+            tried,
+            example=example,
+            loss=loss,
+            inputs=inputs,
+            metrics=metrics,
+            optimizer=optimizer,
+            options=options,
+            clip=clip,
+            batch_norm="sync" if sync_batch_norm else "local",
+            buffers=buffers,
+            seed=seed,
+        )
         running = batches.engine
         running.buffers = buffer_exchange(model, running.placement, modes, running.absent)
         return OwnLoop(running, wanted, declared=modes, place=me, batches=batches)
@@ -107,9 +119,16 @@ def engine(
     if me.device.type != "cpu":
         model.to(me.device)
     running = parallelize(
-        model, wanted, mesh, optimizer=optimizer, options=options, clip=clip, elementwise=tried.elementwise,
-        coupled=tried.coupled, batch_norm="sync" if sync_batch_norm else "local",
+        model,
+        wanted,
+        mesh,
+        optimizer=optimizer,
+        options=options,
+        clip=clip,
+        elementwise=tried.elementwise,
+        coupled=tried.coupled,
+        batch_norm="sync" if sync_batch_norm else "local",
         update_draws=UpdateDraws(0) if draws_numbers(optimizer) else None,
-    )  # fmt: skip
+    )
     running.buffers = buffer_exchange(model, running.placement, modes, running.absent)
     return OwnLoop(running, wanted, declared=modes, place=me)

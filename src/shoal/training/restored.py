@@ -38,9 +38,14 @@ def is_restored(strategy: Strategy) -> bool:
 
 
 def train_restoring(
-    options: TrainOptions, world: int, *, hang_after_s: float, on_message: Listener,
-    target: Target | str = train_run, **more: Any,
-) -> list[Any]:  # fmt: skip
+    options: TrainOptions,
+    world: int,
+    *,
+    hang_after_s: float,
+    on_message: Listener,
+    target: Target | str = train_run,
+    **more: Any,
+) -> list[Any]:
     """The outcomes of all ranks. `target` and `more`, what it is given at the first start only, are for tests.
 
     Raises:
@@ -53,10 +58,15 @@ def train_restoring(
     while True:
         try:
             outcomes = run_ranks(
-                target, {**options.to_json(), **more}, ranks=world, hang_after_s=hang_after_s,
-                on_message=lambda rank, message: losses.listen(message), islands=losable(full),
-                rejoin=options.rejoin, coming=full.world - world,
-            )  # fmt: skip
+                target,
+                {**options.to_json(), **more},
+                ranks=world,
+                hang_after_s=hang_after_s,
+                on_message=lambda rank, message: losses.listen(message),
+                islands=losable(full),
+                rejoin=options.rejoin,
+                coming=full.world - world,
+            )
         except RankFailed as error:
             options = losses.options_after(error, options)
             more = {}
@@ -96,10 +106,16 @@ class _Losses:
             raise error
         self._lost_s = time.monotonic()
         self._made = max(self._made, saved)  # By tickets the first rank may have had none of the last steps.
-        self.rows.append({
-            "rank": error.rank, "reason": error.message, "step": self._made, "resumed_at": saved,
-            "repeated_steps": self._made - saved, "took_s": None,
-        })  # fmt: skip
+        self.rows.append(
+            {
+                "rank": error.rank,
+                "reason": error.message,
+                "step": self._made,
+                "resumed_at": saved,
+                "repeated_steps": self._made - saved,
+                "took_s": None,
+            }
+        )
         whose = f"the checkpoint of step {saved}" if saved else "the start, since there is no checkpoint yet"
         again = self._made - saved
         rest = f"; {again} {'step is' if again == 1 else 'steps are'} made again" if again else ""
@@ -107,9 +123,12 @@ class _Losses:
         self._tell({"event": "restored", **self.rows[-1], "text": text})
         self._made = saved
         return replace(
-            options, resume=str(self._folder.parent) if saved else None, checked=False, restored=True,
+            options,
+            resume=str(self._folder.parent) if saved else None,
+            checked=False,
+            restored=True,
             fail=without_killed(options.fail, error.rank),
-        )  # fmt: skip
+        )
 
 
 def _add_to_record(folder: Path, rows: list[dict[str, Any]]) -> None:

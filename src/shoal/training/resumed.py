@@ -9,12 +9,35 @@ from typing import Any
 from shoal.training.options import TrainOptions
 from shoal.training.record.run import RUN, RunBroken, read_json
 
-INHERITED = {"strategy": str, "size": str, "steps": int, "global_batch": int, "seed": int, "checkpoint_every": int,
-             "growth": str, "scale_rule": str, "base_batch": int, "warmup": int, "evaluate_every": int,
-             "checkpoint_minutes": float, "checkpoint_async": bool, "keep": int, "keep_best": int, "weights_only": bool,
-             "patience": int, "monitor": str, "better": str, "min_delta": float, "log": str, "set": dict,
-             "prefetch": int, "loader_threads": int, "loader_processes": int, "bucket_mb": float,
-             "stop_at_target": bool}  # fmt: skip
+INHERITED = {
+    "strategy": str,
+    "size": str,
+    "steps": int,
+    "global_batch": int,
+    "seed": int,
+    "checkpoint_every": int,
+    "growth": str,
+    "scale_rule": str,
+    "base_batch": int,
+    "warmup": int,
+    "evaluate_every": int,
+    "checkpoint_minutes": float,
+    "checkpoint_async": bool,
+    "keep": int,
+    "keep_best": int,
+    "weights_only": bool,
+    "patience": int,
+    "monitor": str,
+    "better": str,
+    "min_delta": float,
+    "log": str,
+    "set": dict,
+    "prefetch": int,
+    "loader_threads": int,
+    "loader_processes": int,
+    "bucket_mb": float,
+    "stop_at_target": bool,
+}
 """What a resumed run takes from the run it goes on with, where nothing else was given."""
 DEFAULTS = {each.name: each.default for each in fields(TrainOptions)}
 EXPECTED = {str: "text", int: "a whole number", float: "a number", dict: "a table", bool: "true or false"}

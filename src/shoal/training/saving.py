@@ -90,9 +90,15 @@ class Saving:
         def write() -> Path:
             self._require_finite()
             return save(
-                run.folder / "checkpoints", run.engine, step=run.step, progress=run.progress(), keep=self.keep,
-                protect=run.monitor.protected, weights_only=self.weights_only, background=background,
-            )  # fmt: skip
+                run.folder / "checkpoints",
+                run.engine,
+                step=run.step,
+                progress=run.progress(),
+                keep=self.keep,
+                protect=run.monitor.protected,
+                weights_only=self.weights_only,
+                background=background,
+            )
 
         try:
             path = run.lost.together(write)

@@ -79,9 +79,7 @@ def advance(run: Any, one_step: Callable[[], None], every: int) -> None:
     step, steps, evaluate_every = run.step, run.job.steps, run.job.evaluate_every or 0
     if outer is not None and outer.tickets is not None:
         outer.tickets.begin(step)
-        run_tickets(
-            run, outer.tickets, one_step, next_meeting(run.pace, step, steps, evaluate_every, every)
-        )
+        run_tickets(run, outer.tickets, one_step, next_meeting(run.pace, step, steps, evaluate_every, every))
     elif tickets is None or tickets.together:
         one_step()
     else:

@@ -61,10 +61,11 @@ def measured_together(job: Job, models: Sequence[nn.Module]) -> dict[str, Any]:
             beat()
     *alone, together = [job.summarise({name: (row[0], row[1]) for name, row in each.items()}) for each in totals]
     return {
-        "alone": alone, "together": together,
+        "alone": alone,
+        "together": together,
         "mean_alone": {name: sum(each[name] for each in alone) / len(alone) for name in together},
         "combined": "mean of outputs" if along is None else "mean of probabilities",
-    }  # fmt: skip
+    }
 
 
 @contextmanager

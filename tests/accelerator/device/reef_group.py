@@ -20,9 +20,18 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 TYPES = {
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64,
-    torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
-}  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+}
 BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
 DATA_TAG, TURN_TAG = 7, 8
 LIMIT_S = 20.0

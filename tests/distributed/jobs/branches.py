@@ -56,9 +56,15 @@ def _job(model: Callable[[], nn.Module]) -> Job:
     x[2:, 0, 0] = 1000.0
     data = TensorData(x=x, y=torch.randint(0, CLASSES, (16,), generator=generator))
     return Job(
-        name="branches", model=model, train=data, validation=data, loss=cross_entropy,
-        optimizer=partial(torch.optim.SGD, lr=0.01), global_batch=16, steps=1,
-    )  # fmt: skip
+        name="branches",
+        model=model,
+        train=data,
+        validation=data,
+        loss=cross_entropy,
+        optimizer=partial(torch.optim.SGD, lr=0.01),
+        global_batch=16,
+        steps=1,
+    )
 
 
 sometimes = partial(_job, Sometimes)

@@ -24,6 +24,11 @@ def job() -> Job:
     generator = torch.Generator().manual_seed(1)
     data = TensorData(x=torch.randn(24, 4, generator=generator), y=torch.randint(0, 3, (24,), generator=generator))
     return Job(
-        name="by-rank", model=ByRank, train=data, loss=cross_entropy, global_batch=12, steps=4,
+        name="by-rank",
+        model=ByRank,
+        train=data,
+        loss=cross_entropy,
+        global_batch=12,
+        steps=4,
         optimizer=partial(torch.optim.SGD, lr=0.1),
-    )  # fmt: skip
+    )

@@ -38,11 +38,17 @@ def info_nce(output: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> tuple[T
 def contrastive() -> Job:
     generator = torch.Generator().manual_seed(3)
     return Job(
-        name="contrastive", model=Encoder, loss=info_nce, loss_over="batch",
+        name="contrastive",
+        model=Encoder,
+        loss=info_nce,
+        loss_over="batch",
         train=TensorData(
             x=torch.randint(VOCAB, (SAMPLES, SEQUENCE), generator=generator),
             other=torch.randn(SAMPLES, WIDTH, generator=generator),
         ),
-        optimizer=partial(torch.optim.AdamW, lr=1e-2), global_batch=12, steps=6, clip=1.0,
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        global_batch=12,
+        steps=6,
+        clip=1.0,
         buffers={"*.chosen": "sum"},
-    )  # fmt: skip
+    )

@@ -27,9 +27,15 @@ def _data(num: int = 60) -> TensorData:
 
 def make(model: Callable[[], nn.Module], **changes: Any) -> Job:
     settings: dict[str, Any] = {
-        "name": "coupled", "model": model, "train": _data(), "loss": cross_entropy, "clip": 0.5, "global_batch": 12,
-        "optimizer": partial(torch.optim.AdamW, lr=1e-2), "steps": 4,
-    }  # fmt: skip
+        "name": "coupled",
+        "model": model,
+        "train": _data(),
+        "loss": cross_entropy,
+        "clip": 0.5,
+        "global_batch": 12,
+        "optimizer": partial(torch.optim.AdamW, lr=1e-2),
+        "steps": 4,
+    }
     return Job(**(settings | changes))
 
 

@@ -379,15 +379,38 @@ def _job(model: Callable[[], nn.Module]) -> Job:
     x = torch.randn(SAMPLES, WIDTH, generator=generator)
     y = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
     return Job(
-        name="crossing", model=model, train=TensorData(x=x, y=y), loss=total,
-        optimizer=partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1), global_batch=12, steps=3,
-    )  # fmt: skip
+        name="crossing",
+        model=model,
+        train=TensorData(x=x, y=y),
+        loss=total,
+        optimizer=partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
+        global_batch=12,
+        steps=3,
+    )
 
 
 MODELS = (
-    OneTensorThreeTimes, SharedBlock, PassedOn, Derived, Early, WrittenInBlock, WrittenBehind, Slices, Views, Hooked,
-    Detached, UnusedArgument, Checkpointed, Reentrant, KeptBuffer, Counter, LateCounter, Bank, OneNorm, TiedWithin,
-)  # fmt: skip
+    OneTensorThreeTimes,
+    SharedBlock,
+    PassedOn,
+    Derived,
+    Early,
+    WrittenInBlock,
+    WrittenBehind,
+    Slices,
+    Views,
+    Hooked,
+    Detached,
+    UnusedArgument,
+    Checkpointed,
+    Reentrant,
+    KeptBuffer,
+    Counter,
+    LateCounter,
+    Bank,
+    OneNorm,
+    TiedWithin,
+)
 JOBS = {re.sub("(?<!^)(?=[A-Z])", "_", model.__name__).lower(): model for model in MODELS}
 
 

@@ -213,10 +213,15 @@ def make(model: Callable[[], nn.Module], **options: object) -> Job:
     generator = torch.Generator().manual_seed(3)
     text = torch.randint(VOCAB, (SAMPLES, LENGTH + 1), generator=generator)
     settings: dict[str, object] = {
-        "name": "drops", "model": model, "train": TensorData(x=text[:, :-1], y=text[:, 1:]),
-        "loss": cross_entropy, "optimizer": partial(torch.optim.Adam, lr=1e-2), "global_batch": 12, "steps": 6,
+        "name": "drops",
+        "model": model,
+        "train": TensorData(x=text[:, :-1], y=text[:, 1:]),
+        "loss": cross_entropy,
+        "optimizer": partial(torch.optim.Adam, lr=1e-2),
+        "global_batch": 12,
+        "steps": 6,
         "clip": 1.0,
-    }  # fmt: skip
+    }
     return Job(**{**settings, **options})  # type: ignore[arg-type]
 
 

@@ -71,9 +71,14 @@ def qwen3_moe() -> Job:
 
 def vit() -> Job:
     config = hf.ViTConfig(
-        hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=48, image_size=16,
-        patch_size=4, num_channels=1,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=48,
+        image_size=16,
+        patch_size=4,
+        num_channels=1,
+    )
     return _job("vit", config)
 
 

@@ -18,6 +18,11 @@ from shoal.job.models.gpt import GPT, GPTConfig
 def language() -> Job:
     config = GPTConfig(layers=2, heads=6, hidden=24, sequence=SEQUENCE)
     return replace(
-        language_task(), name="growing", model=partial(GPT, config), growth=((24, 24), (70, 36)), scale_rule="sqrt",
-        base_batch=3, warmup=4,
-    )  # fmt: skip
+        language_task(),
+        name="growing",
+        model=partial(GPT, config),
+        growth=((24, 24), (70, 36)),
+        scale_rule="sqrt",
+        base_batch=3,
+        warmup=4,
+    )

@@ -16,9 +16,15 @@ def llama() -> Job:
 
 def gpt2() -> Job:
     config = GPT2Config(
-        n_embd=16, n_layer=2, n_head=2, vocab_size=256, n_positions=16, bos_token_id=0, eos_token_id=0,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        vocab_size=256,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
         tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     return from_transformers(config, sequence=16, global_batch=12)
 
 

@@ -43,9 +43,7 @@ class Attention(nn.Module):
 
 class Mlp(nn.Sequential):
     def __init__(self, drop: float = 0.0) -> None:
-        super().__init__(
-            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(drop), nn.Linear(2 * WIDTH, WIDTH)
-        )  # fmt: skip
+        super().__init__(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(drop), nn.Linear(2 * WIDTH, WIDTH))
 
 
 class Model(nn.Module):
@@ -295,9 +293,14 @@ def job_of(model: Callable[[], nn.Module], kind: str = "words") -> Job:
     if kind == "images":
         x = torch.randn(16, 1, 6, 8, generator=generator)
     return Job(
-        name="in_root", model=model, train=TensorData(x=x, y=y), loss=cross_entropy,
-        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), global_batch=4, steps=4,
-    )  # fmt: skip
+        name="in_root",
+        model=model,
+        train=TensorData(x=x, y=y),
+        loss=cross_entropy,
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        global_batch=4,
+        steps=4,
+    )
 
 
 pre_norm = partial(job_of, PreNorm)

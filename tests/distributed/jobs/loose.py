@@ -19,6 +19,13 @@ def _model() -> nn.Module:
 
 
 job = Job(
-    name="loose", model=_model, train=_data(240, 1), validation=_data(60, 2), loss=cross_entropy,
-    optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9), global_batch=12, steps=22, evaluate_every=3,
-)  # fmt: skip
+    name="loose",
+    model=_model,
+    train=_data(240, 1),
+    validation=_data(60, 2),
+    loss=cross_entropy,
+    optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+    global_batch=12,
+    steps=22,
+    evaluate_every=3,
+)

@@ -143,9 +143,15 @@ def make(name: str, mixture: type[nn.Module], **changes: int) -> Job:
     generator = torch.Generator().manual_seed(7)
     x = torch.randint(0, VOCAB, (60, SEQUENCE + 1), generator=generator)
     return Job(
-        name=name, model=partial(Transformer, mixture, **changes), train=TensorData(x=x[:, :-1], y=x[:, 1:]),
-        loss=loss, optimizer=partial(torch.optim.AdamW, lr=1e-2), clip=0.5, global_batch=12, steps=6,
-    )  # fmt: skip
+        name=name,
+        model=partial(Transformer, mixture, **changes),
+        train=TensorData(x=x[:, :-1], y=x[:, 1:]),
+        loss=loss,
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        clip=0.5,
+        global_batch=12,
+        steps=6,
+    )
 
 
 def by_hand() -> Job:

@@ -57,9 +57,15 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 def make(model: Callable[[], nn.Module], **changes: Any) -> Job:
     settings: dict[str, Any] = {
-        "name": "odd", "model": model, "train": vectors(), "loss": cross_entropy, "optimizer": ADAMW,
-        "clip": 0.5, "global_batch": 12, "steps": 6,
-    }  # fmt: skip
+        "name": "odd",
+        "model": model,
+        "train": vectors(),
+        "loss": cross_entropy,
+        "optimizer": ADAMW,
+        "clip": 0.5,
+        "global_batch": 12,
+        "steps": 6,
+    }
     return Job(**(settings | changes))
 
 
@@ -303,9 +309,13 @@ class Convolutions(nn.Module):
     def __init__(self, momentum: float | None = 0.1) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4, momentum=momentum), nn.ReLU(),
-            nn.Conv2d(4, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3, affine=False), nn.Tanh(),
-        )  # fmt: skip
+            nn.Conv2d(2, 4, 3, padding=1),
+            nn.BatchNorm2d(4, momentum=momentum),
+            nn.ReLU(),
+            nn.Conv2d(4, 3, 3, padding=1, bias=False),
+            nn.BatchNorm2d(3, affine=False),
+            nn.Tanh(),
+        )
         self.head = nn.Linear(27, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -489,7 +499,8 @@ JOBS: dict[str, Callable[[], Job]] = {
     "decay": lambda: make(Chain, options=DecayMatrices(weight_decay=0.2)),
     "rates": lambda: make(Chain, options=_own_rates, schedule=lambda step: 1 / (1 + step)),
     "tensor_rate": lambda: make(
-        Chain, optimizer=lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(1e-2)),
+        Chain,
+        optimizer=lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(1e-2)),
         schedule=lambda step: 1 / (1 + step),
     ),
     "adagrad": lambda: make(Chain, optimizer=partial(torch.optim.Adagrad, lr=0.05)),

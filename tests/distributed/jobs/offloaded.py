@@ -27,9 +27,16 @@ def job_of(width: int = 48, depth: int = 8, batch: int = 256, **changes: Any) ->
         return nn.Sequential(nn.Linear(width, width), *(Block(width) for _ in range(depth)), nn.Linear(width, 3))
 
     given: dict[str, Any] = {
-        "name": "offloaded", "model": model, "train": TensorData(x=x, y=x[:, :3].argmax(1)), "loss": loss_of,
-        "inputs": ("x",), "optimizer": adamw, "global_batch": batch, "steps": 4, "clip": 0.05,
-    }  # fmt: skip
+        "name": "offloaded",
+        "model": model,
+        "train": TensorData(x=x, y=x[:, :3].argmax(1)),
+        "loss": loss_of,
+        "inputs": ("x",),
+        "optimizer": adamw,
+        "global_batch": batch,
+        "steps": 4,
+        "clip": 0.05,
+    }
     return Job(**(given | changes))
 
 

@@ -24,9 +24,15 @@ def make(name: str, model: Any, x: Tensor, y: Tensor, loss: Any) -> Job:
     # Whole samples may count for nothing as well.
     ignored[::7] = True
     return Job(
-        name=name, model=model, train=TensorData(x=x, y=y.masked_fill(ignored, IGNORED)), loss=loss,
-        optimizer=partial(torch.optim.AdamW, lr=1e-2), clip=1.0, global_batch=BATCH, steps=20,
-    )  # fmt: skip
+        name=name,
+        model=model,
+        train=TensorData(x=x, y=y.masked_fill(ignored, IGNORED)),
+        loss=loss,
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        clip=1.0,
+        global_batch=BATCH,
+        steps=20,
+    )
 
 
 def by_place(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -23,9 +23,13 @@ class DoubleConv(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True),
-            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True),
-        )  # fmt: skip
+            nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(inplace=True),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(x)  # type: ignore[no-any-return]
@@ -127,9 +131,7 @@ class Signal(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv1d(2, 6, 7, stride=2, padding=3)
-        self.convs = nn.ModuleList(
-            nn.Conv1d(6, 6, 3, padding=2**n, dilation=2**n, bias=False) for n in range(3)
-        )
+        self.convs = nn.ModuleList(nn.Conv1d(6, 6, 3, padding=2**n, dilation=2**n, bias=False) for n in range(3))
         self.norms = nn.ModuleList(nn.BatchNorm1d(6) for _ in range(3))
         self.head = nn.Linear(6, CLASSES)
 
@@ -153,9 +155,15 @@ def make(name: str, model: Any, shape: tuple[int, ...], *, each: bool) -> Job:
     y = torch.randint(0, CLASSES, (SAMPLES, *(shape[1:] if each else ())), generator=generator)
     y = y.masked_fill(torch.rand(y.shape, generator=generator) < 0.3, IGNORED)
     return Job(
-        name=name, model=model, train=TensorData(x=x, y=y), loss=by_pixel,
-        optimizer=partial(torch.optim.AdamW, lr=1e-2), clip=1.0, global_batch=BATCH, steps=10,
-    )  # fmt: skip
+        name=name,
+        model=model,
+        train=TensorData(x=x, y=y),
+        loss=by_pixel,
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        clip=1.0,
+        global_batch=BATCH,
+        steps=10,
+    )
 
 
 def unet() -> Job:
@@ -199,9 +207,13 @@ def resnet() -> Job:
     from transformers import ResNetConfig
 
     config = ResNetConfig(
-        num_channels=1, embedding_size=4, hidden_sizes=[8, 16], depths=[2, 2], num_labels=CLASSES,
+        num_channels=1,
+        embedding_size=4,
+        hidden_sizes=[8, 16],
+        depths=[2, 2],
+        num_labels=CLASSES,
         layer_type="bottleneck",
-    )  # fmt: skip
+    )
     return make("resnet", partial(Logits, config, "ResNetForImageClassification"), (1, 33, 30), each=False)
 
 
@@ -209,6 +221,11 @@ def convnext() -> Job:
     from transformers import ConvNextConfig
 
     config = ConvNextConfig(
-        num_channels=1, hidden_sizes=[8, 16], depths=[1, 2], num_stages=2, num_labels=CLASSES, patch_size=2,
-    )  # fmt: skip
+        num_channels=1,
+        hidden_sizes=[8, 16],
+        depths=[1, 2],
+        num_stages=2,
+        num_labels=CLASSES,
+        patch_size=2,
+    )
     return make("convnext", partial(Logits, config, "ConvNextForImageClassification"), (1, 22, 18), each=False)

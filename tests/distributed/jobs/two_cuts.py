@@ -69,9 +69,16 @@ def made(blocks: str, *, pooled: bool) -> Job:
     source = torch.Generator().manual_seed(3)
     data = TensorData(x=torch.randn(32, LENGTH, 4, generator=source), y=torch.randn(32, LENGTH, 3, generator=source))
     return Job(
-        name="two-cuts", model=lambda: Net(blocks, pooled), train=data, validation=data, loss=squared,
-        optimizer=lambda groups: torch.optim.SGD(groups, lr=0.05), global_batch=8, steps=4, clip=None,
-    )  # fmt: skip
+        name="two-cuts",
+        model=lambda: Net(blocks, pooled),
+        train=data,
+        validation=data,
+        loss=squared,
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=0.05),
+        global_batch=8,
+        steps=4,
+        clip=None,
+    )
 
 
 mlp_first, mlp_first_pooled = made("ma", pooled=False), made("mam", pooled=True)

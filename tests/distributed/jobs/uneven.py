@@ -121,9 +121,14 @@ def vit() -> Job:
     from transformers import ViTConfig
 
     config = ViTConfig(
-        hidden_size=48, num_hidden_layers=4, num_attention_heads=12, intermediate_size=24, image_size=16,
-        patch_size=4, num_channels=1,
-    )  # fmt: skip
+        hidden_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=12,
+        intermediate_size=24,
+        image_size=16,
+        patch_size=4,
+        num_channels=1,
+    )
     return _classifier("vit", config)
 
 

@@ -92,9 +92,14 @@ def with_a_zero(num: int = 96) -> TensorData:
 
 def _job(make_block: Callable[[], nn.Module] = Residual, **changes: Any) -> Job:
     settings: dict[str, Any] = {
-        "name": "unflushed", "train": vectors(96), "clip": None, "global_batch": 24, "steps": 6,
-        "schedule": lambda step: 1 / (1 + 0.3 * step), "options": DecayMatrices(weight_decay=0.1),
-    }  # fmt: skip
+        "name": "unflushed",
+        "train": vectors(96),
+        "clip": None,
+        "global_batch": 24,
+        "steps": 6,
+        "schedule": lambda step: 1 / (1 + 0.3 * step),
+        "options": DecayMatrices(weight_decay=0.1),
+    }
     return make(partial(Chain, 5, make_block), **(settings | changes))
 
 

@@ -134,9 +134,14 @@ def job_of(model: Callable[[], nn.Module], loss: Any = cross_entropy) -> Job:
     draw = torch.Generator().manual_seed(5)
     train = TensorData(x=torch.randn(24, WIDTH, generator=draw), y=torch.randint(CLASSES, (24,), generator=draw))
     return Job(
-        name="users", model=model, train=train, loss=loss, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-        global_batch=8, steps=4,
-    )  # fmt: skip
+        name="users",
+        model=model,
+        train=train,
+        loss=loss,
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        global_batch=8,
+        steps=4,
+    )
 
 
 frozen = partial(job_of, Frozen)
@@ -176,6 +181,11 @@ def by_length(loss: Any = by_length_loss) -> Job:
     draw = torch.Generator().manual_seed(6)
     tokens = torch.randint(VOCABULARY, (24, 9), generator=draw)
     return Job(
-        name="by-length", model=Encoder, train=TensorData(x=tokens[:, :-1], y=tokens[:, 1:]), loss=loss,
-        optimizer=partial(torch.optim.AdamW, lr=1e-2), global_batch=8, steps=4,
-    )  # fmt: skip
+        name="by-length",
+        model=Encoder,
+        train=TensorData(x=tokens[:, :-1], y=tokens[:, 1:]),
+        loss=loss,
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        global_batch=8,
+        steps=4,
+    )

@@ -20,7 +20,7 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(sized.WIDTH)
         self.mlp = nn.Sequential(
             nn.Linear(sized.WIDTH, 4 * sized.WIDTH), nn.GELU(), nn.Linear(4 * sized.WIDTH, sized.WIDTH)
-        )  # fmt: skip
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -46,9 +46,15 @@ def job(code: sized.Code) -> Job:
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(0, WORDS, (SAMPLES, TOKENS + 1), generator=generator)
     return Job(
-        name="views", model=partial(GPT, code), train=TensorData(x=words[:, :-1], y=words[:, 1:].contiguous()),
-        loss=cross_entropy, optimizer=partial(torch.optim.AdamW, lr=1e-2), clip=1.0, global_batch=12, steps=4,
-    )  # fmt: skip
+        name="views",
+        model=partial(GPT, code),
+        train=TensorData(x=words[:, :-1], y=words[:, 1:].contiguous()),
+        loss=cross_entropy,
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        clip=1.0,
+        global_batch=12,
+        steps=4,
+    )
 
 
 masked = partial(job, sized.masked)

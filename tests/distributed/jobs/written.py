@@ -201,9 +201,14 @@ def job_of(model: Callable[[], nn.Module]) -> Job:
     x[::2, -3:] = 0
     y = torch.randint(0, WORDS, (16, LENGTH), generator=generator)
     return Job(
-        name="written", model=model, train=TensorData(x=x, y=y), loss=cross_entropy,
-        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), global_batch=4, steps=4,
-    )  # fmt: skip
+        name="written",
+        model=model,
+        train=TensorData(x=x, y=y),
+        loss=cross_entropy,
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        global_batch=4,
+        steps=4,
+    )
 
 
 def _of(attention: Callable[[], nn.Module]) -> Job:

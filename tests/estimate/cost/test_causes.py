@@ -74,15 +74,18 @@ def test_holding_twice_as_many_saves_time_and_costs_memory_in_zero_bubble_only()
     assert (twice.step_s[1], twice.memory_bytes[1]) == (once.step_s[1], once.memory_bytes[1])
 
 
-@pytest.mark.parametrize(("framework", "schedule", "ahead"), [
-    ("Megatron-LM (zero-bubble fork)", "zero-bubble", 2),
-    ("Megatron-LM (zero-bubble fork)", "ZB-1p", 1),
-    ("Megatron-LM", "zb-h1", 1),
-    ("Megatron-LM", "ZB-2p", 2),
-    ("Megatron-LM zero-bubble zb-h2", "zero-bubble", 2),
-    ("Megatron-LM", "zero-bubble", 1),
-    ("torchtitan", "ZBVZeroBubble", 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("framework", "schedule", "ahead"),
+    [
+        ("Megatron-LM (zero-bubble fork)", "zero-bubble", 2),
+        ("Megatron-LM (zero-bubble fork)", "ZB-1p", 1),
+        ("Megatron-LM", "zb-h1", 1),
+        ("Megatron-LM", "ZB-2p", 2),
+        ("Megatron-LM zero-bubble zb-h2", "zero-bubble", 2),
+        ("Megatron-LM", "zero-bubble", 1),
+        ("torchtitan", "ZBVZeroBubble", 1),
+    ],
+)
 def test_names_of_zero_bubble_say_how_much_it_holds(framework: str, schedule: str, ahead: float) -> None:
     assert profile_for(framework, device="A100", precision="bf16", schedule=schedule).split_ahead == ahead
 

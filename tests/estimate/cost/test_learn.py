@@ -17,12 +17,23 @@ def rows() -> list[dict[str, str]]:
     found = []
     for tp, dp in ((1, 16), (2, 8), (4, 4), (8, 2), (1, 64), (2, 32), (8, 8)):
         for micro in (1, 2, 4, 8):
-            found.append({
-                "id": f"{tp}-{dp}-{micro}", "layers": "24", "hidden": "2048", "heads": "16", "seq": "2048",
-                "vocab": "51200",
-                "gpu": "H100 SXM5 80GB", "gpus": str(tp * dp), "tp": str(tp), "dp": str(dp), "micro_batch": str(micro),
-                "global_batch": "512", "precision": "bf16",
-            })  # fmt: skip
+            found.append(
+                {
+                    "id": f"{tp}-{dp}-{micro}",
+                    "layers": "24",
+                    "hidden": "2048",
+                    "heads": "16",
+                    "seq": "2048",
+                    "vocab": "51200",
+                    "gpu": "H100 SXM5 80GB",
+                    "gpus": str(tp * dp),
+                    "tp": str(tp),
+                    "dp": str(dp),
+                    "micro_batch": str(micro),
+                    "global_batch": "512",
+                    "precision": "bf16",
+                }
+            )
     for row, step_s in zip(found, price(inputs_from_rows(found), HABITS).step_s, strict=True):
         row["step_s"] = repr(float(step_s))
     return found

@@ -26,12 +26,18 @@ def cases(draw: st.DrawFn) -> dict[str, object]:
         "shape": draw(st.sampled_from(["gpt:13b", "llama3:70b", "mixtral:8x7b", "bert:large"])),
         "cluster": draw(st.sampled_from(["a100", "h100", "v100-32", "gb200", "cloud-10gbe"])),
         "profile": draw(st.sampled_from(sorted(PROFILES))),
-        "dp": draw(SIZES), "tp": draw(SIZES), "pp": pp, "cp": draw(SIZES),
-        "zero": draw(st.sampled_from([0, 1, 2, 3])), "sequence": draw(st.booleans()), "micro_batch": draw(SIZES),
-        "chunks": 2 if schedule == "interleaved" else 1, "schedule": schedule,
+        "dp": draw(SIZES),
+        "tp": draw(SIZES),
+        "pp": pp,
+        "cp": draw(SIZES),
+        "zero": draw(st.sampled_from([0, 1, 2, 3])),
+        "sequence": draw(st.booleans()),
+        "micro_batch": draw(SIZES),
+        "chunks": 2 if schedule == "interleaved" else 1,
+        "schedule": schedule,
         "recompute": draw(st.sampled_from(["none", "selective", "full"])),
         "precision": draw(st.sampled_from(["bf16", "fp16", "fp8", "fp32"])),
-    }  # fmt: skip
+    }
 
 
 def inputs_of(case: dict[str, object], **changed: object) -> Inputs:
@@ -180,8 +186,13 @@ def test_folded_experts_send_a_token_once_to_a_node() -> None:
 
 def test_hosts_wait_for_those_of_their_node_only() -> None:
     shape = preset("gpt:1.3b")
-    hosts = [price(inputs_for(shape, cluster("a100", devices=64), 64, tp=tp, dp=64 / tp, schedule="none")).step_s[0]
-             - price(inputs_for(shape, cluster("a100", devices=64), 64, tp=tp, dp=64 / tp, schedule="none"),
-                     replace(GOOD, host_tensor_s=0.0)).step_s[0] for tp in (8, 16)]  # fmt: skip
+    hosts = [
+        price(inputs_for(shape, cluster("a100", devices=64), 64, tp=tp, dp=64 / tp, schedule="none")).step_s[0]
+        - price(
+            inputs_for(shape, cluster("a100", devices=64), 64, tp=tp, dp=64 / tp, schedule="none"),
+            replace(GOOD, host_tensor_s=0.0),
+        ).step_s[0]
+        for tp in (8, 16)
+    ]
     # Twice as many ranks make half as many replicas, each with twice the passes: the waiting of a pass stays.
     assert hosts[1] < 2.5 * hosts[0]

@@ -8,11 +8,29 @@ import pytest
 from shoal.estimate.cost import gathered, inputs_from_rows, price, read_rows
 
 ROW = {
-    "layers": "80", "hidden": "8192", "heads": "64", "kv_heads": "8", "ffn": "28672", "gated": "1", "seq": "4096",
-    "vocab": "128256", "gpu": "H100 SXM5 80GB", "gpus": "256", "gpus_per_node": "8", "tp": "4", "pp": "4", "dp": "16",
-    "micro_batch": "1", "global_batch": "512", "precision": "bf16", "framework": "NeMo", "zero": "1", "sequence": "1",
-    "schedule": "interleaved", "chunks": "5",
-}  # fmt: skip
+    "layers": "80",
+    "hidden": "8192",
+    "heads": "64",
+    "kv_heads": "8",
+    "ffn": "28672",
+    "gated": "1",
+    "seq": "4096",
+    "vocab": "128256",
+    "gpu": "H100 SXM5 80GB",
+    "gpus": "256",
+    "gpus_per_node": "8",
+    "tp": "4",
+    "pp": "4",
+    "dp": "16",
+    "micro_batch": "1",
+    "global_batch": "512",
+    "precision": "bf16",
+    "framework": "NeMo",
+    "zero": "1",
+    "sequence": "1",
+    "schedule": "interleaved",
+    "chunks": "5",
+}
 DENSE = 2 * 8192 * 8192 * (1 + 1 / 8) + 3 * 8192 * 28672
 FLOPS = 6 * (80 * DENSE + 128256 * 8192)
 
@@ -29,14 +47,23 @@ def utilisation(**changed: str) -> float:
     return flops / (step_s(**changed) * float(inputs.peak_flops[0]))
 
 
-@pytest.mark.parametrize("changed", [
-    {}, {"framework": "MaxText"}, {"framework": "nobody"}, {"gpu": "H200"}, {"gpu": "B200"},
-    {"gpu": "GB200", "gpus_per_node": "4"},
-    {"gpu": "A100-SXM4-80GB", "framework": "Megatron-LM"}, {"gpu": "MI300X", "framework": "Primus"},
-    {"tp": "1", "pp": "1", "dp": "256", "zero": "3", "framework": "PyTorch FSDP", "schedule": "", "chunks": "1"},
-    {"tp": "1", "pp": "1", "dp": "256", "zero": "3", "framework": "torchtitan compile", "recompute": "full"},
-    {"schedule": "zbv", "chunks": "1"}, {"cp": "2", "dp": "8"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"framework": "MaxText"},
+        {"framework": "nobody"},
+        {"gpu": "H200"},
+        {"gpu": "B200"},
+        {"gpu": "GB200", "gpus_per_node": "4"},
+        {"gpu": "A100-SXM4-80GB", "framework": "Megatron-LM"},
+        {"gpu": "MI300X", "framework": "Primus"},
+        {"tp": "1", "pp": "1", "dp": "256", "zero": "3", "framework": "PyTorch FSDP", "schedule": "", "chunks": "1"},
+        {"tp": "1", "pp": "1", "dp": "256", "zero": "3", "framework": "torchtitan compile", "recompute": "full"},
+        {"schedule": "zbv", "chunks": "1"},
+        {"cp": "2", "dp": "8"},
+    ],
+)
 def test_a_large_dense_model_uses_a_plausible_part_of_its_device(changed: dict[str, str]) -> None:
     assert 0.25 < utilisation(**changed) < 0.6
 
@@ -52,8 +79,16 @@ def test_tensor_parallelism_over_nodes_is_slower_but_not_absurd() -> None:
 
 
 def test_experts_cost_more_than_their_products_and_less_than_an_order() -> None:
-    sparse = {"experts": "128", "active_experts": "8", "ffn": "1536", "hidden": "4096", "tp": "1", "pp": "4",
-              "dp": "64", "ep": "8"}  # fmt: skip
+    sparse = {
+        "experts": "128",
+        "active_experts": "8",
+        "ffn": "1536",
+        "hidden": "4096",
+        "tp": "1",
+        "pp": "4",
+        "dp": "64",
+        "ep": "8",
+    }
     dense = sparse | {"experts": "0", "active_experts": "0", "ffn": str(8 * 1536), "ep": "1"}
     assert 1.1 < step_s(**sparse) / step_s(**dense) < 4
     assert step_s(**sparse | {"ep": "64"}) > step_s(**sparse)

@@ -13,9 +13,16 @@ from shoal.shapes.presets import preset
 from shoal.strategy.terms import pp
 
 CASES = [
-    ("gpipe", 4, 8, 1), ("1f1b", 4, 8, 1), ("1f1b", 8, 4, 1), ("interleaved", 4, 8, 2), ("interleaved", 4, 16, 3),
-    ("zero-bubble", 4, 8, 1), ("zero-bubble", 4, 2, 1), ("zero-bubble", 8, 16, 1), ("zero-bubble", 4, 16, 2),
-]  # fmt: skip
+    ("gpipe", 4, 8, 1),
+    ("1f1b", 4, 8, 1),
+    ("1f1b", 8, 4, 1),
+    ("interleaved", 4, 8, 2),
+    ("interleaved", 4, 16, 3),
+    ("zero-bubble", 4, 8, 1),
+    ("zero-bubble", 4, 2, 1),
+    ("zero-bubble", 8, 16, 1),
+    ("zero-bubble", 4, 16, 2),
+]
 
 
 def inputs_of(schedule: str, ranks: int, micro: int, chunks: int):  # type: ignore[no-untyped-def]
@@ -34,10 +41,12 @@ def test_bubbles_are_those_of_the_played_schedule(
     )
     stage_s = chunks * (2 + input_s)
     found = bubble_s(
-        inputs_of(schedule, ranks, micro, chunks), others_s=np.array([(ranks - 1) * stage_s]),
-        forward_s=np.array([1.0 * chunks]), backward_s=np.array([(1 + input_s) * chunks]),
+        inputs_of(schedule, ranks, micro, chunks),
+        others_s=np.array([(ranks - 1) * stage_s]),
+        forward_s=np.array([1.0 * chunks]),
+        backward_s=np.array([(1 + input_s) * chunks]),
         weight_s=np.array([1.0 * chunks]),
-    )  # fmt: skip
+    )
     assert found[0] == pytest.approx(timeline.makespan_s - micro * stage_s)
 
 

@@ -16,9 +16,13 @@ if TYPE_CHECKING:
 __all__ = ["IMAGE_NETWORKS", "is_preset", "network_of", "preset_names", "preset_network"]
 
 IMAGE_NETWORKS: dict[str, Callable[[int], Network]] = {
-    "lenet": lenet, "alexnet": alexnet, "vgg16": vgg16, "googlenet": googlenet, "resnet50": resnet50,
+    "lenet": lenet,
+    "alexnet": alexnet,
+    "vgg16": vgg16,
+    "googlenet": googlenet,
+    "resnet50": resnet50,
     "densenet121": densenet121,
-}  # fmt: skip
+}
 
 IMAGE_BATCH = 32
 """Where none is asked for. Transformers take one sequence."""

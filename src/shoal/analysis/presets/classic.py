@@ -10,8 +10,12 @@ from shoal.analysis.network import Network
 from shoal.analysis.presets.images import Features, ImageNetwork
 
 ALEXNET = (
-    (64, 11, 4, 2, True), (192, 5, 1, 2, True), (384, 3, 1, 1, False), (256, 3, 1, 1, False), (256, 3, 1, 1, True),
-)  # fmt: skip
+    (64, 11, 4, 2, True),
+    (192, 5, 1, 2, True),
+    (384, 3, 1, 1, False),
+    (256, 3, 1, 1, False),
+    (256, 3, 1, 1, True),
+)
 """Channels, kernel, stride and padding of each convolution, and whether a pooling follows."""
 
 VGG16_STAGES = ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))
@@ -48,9 +52,16 @@ def vgg16(batch: int) -> Network:
 
 
 def vgg(
-    name: str, batch: int, *, stages: Sequence[tuple[int, int]], fully_connected: Sequence[int], classes: int,
-    side: int, channels: int, batch_norm: bool = False,
-) -> Network:  # fmt: skip
+    name: str,
+    batch: int,
+    *,
+    stages: Sequence[tuple[int, int]],
+    fully_connected: Sequence[int],
+    classes: int,
+    side: int,
+    channels: int,
+    batch_norm: bool = False,
+) -> Network:
     """`stages` lists (number of convolutions, their channels); a pooling that halves the image ends each stage."""
     net = ImageNetwork(name, batch)
     x = Features(layer=None, channels=channels, side=side)

@@ -38,15 +38,28 @@ class ImageNetwork:
         self.builder.block = block
 
     def convolution(
-        self, x: Features, name: str, channels: int, kernel: int, *, stride: int = 1, padding: int | None = None,
+        self,
+        x: Features,
+        name: str,
+        channels: int,
+        kernel: int,
+        *,
+        stride: int = 1,
+        padding: int | None = None,
         bias: bool = True,
-    ) -> Features:  # fmt: skip
+    ) -> Features:
         """Without `padding` as much as keeps the image's side at stride 1."""
         operator = Convolution(
-            samples=self.samples, in_channels=x.channels, out_channels=channels, image=(x.side, x.side),
-            kernel=(kernel, kernel), stride=(stride, stride),
-            padding=(kernel // 2 if padding is None else padding,) * 2, dilation=(1, 1), bias=bias,
-        )  # fmt: skip
+            samples=self.samples,
+            in_channels=x.channels,
+            out_channels=channels,
+            image=(x.side, x.side),
+            kernel=(kernel, kernel),
+            stride=(stride, stride),
+            padding=(kernel // 2 if padding is None else padding,) * 2,
+            dilation=(1, 1),
+            bias=bias,
+        )
         layer = self.builder.add(name, operator, x.layer)
         return Features(layer=layer, channels=channels, side=operator.output[0])
 
@@ -64,9 +77,12 @@ class ImageNetwork:
         reach = x.side + 2 * padding - kernel
         side = (-(-reach // stride) if round_up else reach // stride) + 1
         operator = Pooling(
-            samples=self.samples, channels=x.channels, image=(x.side, x.side), output=(side, side),
+            samples=self.samples,
+            channels=x.channels,
+            image=(x.side, x.side),
+            output=(side, side),
             kernel=(kernel, kernel),
-        )  # fmt: skip
+        )
         return Features(layer=self.builder.add(name, operator, x.layer), channels=x.channels, side=side)
 
     def fully_connected(self, x: Features, name: str, outputs: int) -> Features:

@@ -95,10 +95,16 @@ class _Writer:
         x = self._add(
             "patches",
             Convolution(
-                samples=self.batch, in_channels=3, out_channels=shape.hidden, image=(side, side),
-                kernel=(patch, patch), stride=(patch, patch), padding=(0, 0), dilation=(1, 1),
+                samples=self.batch,
+                in_channels=3,
+                out_channels=shape.hidden,
+                image=(side, side),
+                kernel=(patch, patch),
+                stride=(patch, patch),
+                padding=(0, 0),
+                dilation=(1, 1),
             ),
-        )  # fmt: skip
+        )
         token = self._add("patches.class", Embedding(lookups=1, table=1, width=shape.hidden))
         x = self._add("patches.join", Concatenation(elements=self.rows * shape.hidden), x, token)
         at = self._add("positions", Embedding(lookups=shape.sequence, table=shape.sequence, width=shape.hidden))
@@ -126,9 +132,15 @@ class _Writer:
             query = self._add(f"{at}.query.rotary", Rotary(elements=self.rows * shape.hidden), query)
             key = self._add(f"{at}.key.rotary", Rotary(elements=self.rows * kv_width), key)
         attention = AttentionProduct(
-            samples=self.batch, heads=shape.heads, kv_heads=shape.kv_heads, queries=shape.sequence,
-            keys=shape.sequence, head_dim=self.head_dim, value_dim=self.head_dim, causal=shape.causal,
-        )  # fmt: skip
+            samples=self.batch,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            queries=shape.sequence,
+            keys=shape.sequence,
+            head_dim=self.head_dim,
+            value_dim=self.head_dim,
+            causal=shape.causal,
+        )
         mixed = self._add(at, attention, query, key, value)
         return self._project(f"{at}.out", mixed, shape.hidden, shape.hidden)
 

@@ -44,9 +44,16 @@ class Connected:
 
 
 def connect(
-    store: Any, rank: int, size: int, *, channels: int, token: bytes, name: str, timeout: timedelta,
+    store: Any,
+    rank: int,
+    size: int,
+    *,
+    channels: int,
+    token: bytes,
+    name: str,
+    timeout: timedelta,
     carrier: str = "auto",
-) -> Connected:  # fmt: skip
+) -> Connected:
     """Joins this rank to all others of its group. `carrier` is "auto", or "tcp" to do without shared memory."""
     links: tuple[dict[int, Link], ...] = tuple({} for _ in range(channels))
     if size == 1:

@@ -111,9 +111,12 @@ class Meeting:
             if self._refused:
                 times = len(self._refused)
                 logger.warning(
-                    "rank %d refused %d connection%s to its port: %s", self.rank, times, "s" if times > 1 else "",
+                    "rank %d refused %d connection%s to its port: %s",
+                    self.rank,
+                    times,
+                    "s" if times > 1 else "",
                     self._refused[0],
-                )  # fmt: skip
+                )
 
     def _call(self, peer: Peer, where: Any) -> None:
         near = isinstance(where, str)

@@ -60,10 +60,16 @@ class HFTrainer(Adapter):
 
         folder = tempfile.mkdtemp(prefix="shoal-trainer-")
         arguments = TrainingArguments(
-            output_dir=folder, use_cpu=True, report_to=[], disable_tqdm=True, max_grad_norm=job.clip or 0.0,
-            ddp_broadcast_buffers=False, ddp_find_unused_parameters=False, save_strategy="no",
+            output_dir=folder,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            max_grad_norm=job.clip or 0.0,
+            ddp_broadcast_buffers=False,
+            ddp_find_unused_parameters=False,
+            save_strategy="no",
             remove_unused_columns=False,
-        )  # fmt: skip
+        )
         optimizer = optimizer_of(job, model.named_parameters())
         held = HeldModel(model)
         trainer = JobTrainer(model=held, args=arguments, optimizers=(optimizer, None))

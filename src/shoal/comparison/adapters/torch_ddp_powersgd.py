@@ -30,9 +30,11 @@ class PowerSGD(TorchDDP):
 
     def configure(self, model: DistributedDataParallel, job: Job, place: RankPlace) -> None:
         state = PowerSGDState(
-            place.group, matrix_approximation_rank=self.rank, start_powerSGD_iter=FIRST_COMPRESSED_STEP,
+            place.group,
+            matrix_approximation_rank=self.rank,
+            start_powerSGD_iter=FIRST_COMPRESSED_STEP,
             random_seed=job.seed,
-        )  # fmt: skip
+        )
         model.register_comm_hook(state, powerSGD_hook)
 
 

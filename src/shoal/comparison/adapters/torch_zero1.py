@@ -25,8 +25,10 @@ class Zero1(Adapter):
         made: Any = optimizer_of(job, model.named_parameters())
         taken = inspect.signature(type(made)).parameters
         defaults = {name: value for name, value in made.defaults.items() if name in taken}
-        groups = [{name: value for name, value in group.items() if name == "params" or name in taken}
-                  for group in made.param_groups]  # fmt: skip
+        groups = [
+            {name: value for name, value in group.items() if name == "params" or name in taken}
+            for group in made.param_groups
+        ]
         optimizer = ZeroRedundancyOptimizer(groups, type(made), process_group=place.group, **defaults)
         return Replica(job, place, model, forward, optimizer)
 

@@ -23,25 +23,33 @@ def differences(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str
         if not times:
             return []
         wait = min(each.wait_s for each in times) if len(times) > 1 else 0.0
-        sides.append({
-            "the step": statistics.fmean(each.wall_s for each in times),
-            "communication": wait,
-            "waiting for late ranks": statistics.fmean(each.wait_s for each in times) - wait,
-            "reading data": statistics.fmean(each.data_s for each in times),
-            "the forward": statistics.fmean(each.forward_s for each in times),
-            "backward, update and the rest": statistics.fmean(max(0.0, t.own_s - t.forward_s) for t in times),
-        })  # fmt: skip
+        sides.append(
+            {
+                "the step": statistics.fmean(each.wall_s for each in times),
+                "communication": wait,
+                "waiting for late ranks": statistics.fmean(each.wait_s for each in times) - wait,
+                "reading data": statistics.fmean(each.data_s for each in times),
+                "the forward": statistics.fmean(each.forward_s for each in times),
+                "backward, update and the rest": statistics.fmean(max(0.0, t.own_s - t.forward_s) for t in times),
+            }
+        )
     total, *parts = [(name, sides[1][name] - sides[0][name]) for name in sides[0]]
     return [total, *sorted(parts, key=lambda row: -abs(row[1]))]
 
 
 def settings(first: Run, second: Run) -> list[tuple[str, str, str]]:
     """(what, in the first run, in the second) for all that was set differently and may change a step."""
-    found = [("job", first.job, second.job), ("strategy", first.strategy, second.strategy),
-             ("ranks", str(first.world), str(second.world)), ("seed", str(first.seed), str(second.seed))]  # fmt: skip
-    found += [(f"--{name.replace('_', '-')}", _word(first.arguments.get(name)), _word(second.arguments.get(name)))
-              for name in sorted({*first.arguments, *second.arguments})
-              if name not in (*WITHOUT, "job", "strategy", "seed")]  # fmt: skip
+    found = [
+        ("job", first.job, second.job),
+        ("strategy", first.strategy, second.strategy),
+        ("ranks", str(first.world), str(second.world)),
+        ("seed", str(first.seed), str(second.seed)),
+    ]
+    found += [
+        (f"--{name.replace('_', '-')}", _word(first.arguments.get(name)), _word(second.arguments.get(name)))
+        for name in sorted({*first.arguments, *second.arguments})
+        if name not in (*WITHOUT, "job", "strategy", "seed")
+    ]
     found.append(("samples in a step", _batch(first), _batch(second)))
     for name in sorted({*first.environment, *second.environment} - {"links"}):
         found.append((name, _word(first.environment.get(name)), _word(second.environment.get(name))))

@@ -115,15 +115,24 @@ class Evidence:
 
 
 def evidence(
-    strategy: str, ranks: Sequence[Mapping[str, Any]], *, ledger: Ledger | None = None,
-    arguments: Mapping[str, Any] | None = None, environment: Mapping[str, Any] | None = None,
-    probed: Probed | None = None, memory_bytes: int | None = None,
-) -> Evidence:  # fmt: skip
+    strategy: str,
+    ranks: Sequence[Mapping[str, Any]],
+    *,
+    ledger: Ledger | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    environment: Mapping[str, Any] | None = None,
+    probed: Probed | None = None,
+    memory_bytes: int | None = None,
+) -> Evidence:
     """From a run's record. `ranks`: `summary["ranks"]`."""
     return Evidence(
-        ranks=rank_times(ranks), strategy=_strategy(strategy), ledger=ledger or Ledger(),
-        link=link_of(arguments or {}, environment or {}), probed=probed, memory_bytes=memory_bytes,
-    )  # fmt: skip
+        ranks=rank_times(ranks),
+        strategy=_strategy(strategy),
+        ledger=ledger or Ledger(),
+        link=link_of(arguments or {}, environment or {}),
+        probed=probed,
+        memory_bytes=memory_bytes,
+    )
 
 
 def rank_times(rows: Sequence[Mapping[str, Any]]) -> list[RankTimes]:

@@ -150,14 +150,20 @@ def _lost(run: Run, fitting: Measure) -> list[str]:
 
 
 NO_MEMORY = (
-    "out of memory", "allocate memory", "tried to allocate", "memoryerror", "sigkill", "signal 9", "unable to allocate",
-)  # fmt: skip
+    "out of memory",
+    "allocate memory",
+    "tried to allocate",
+    "memoryerror",
+    "sigkill",
+    "signal 9",
+    "unable to allocate",
+)
 KINDS: tuple[tuple[tuple[str, ...], Callable[[Run, Measure], list[str]]], ...] = (
     (NO_MEMORY, _memory),
     (("no longer finite", "nan", "inf (sum", "norm of the gradient"), _not_finite),
     (("is late", "are late", "no rank has made progress", "different collectives"), _hang),
     (("was lost", "exited", "disconnected", "ended with exit status", "was killed"), _lost),
-)  # fmt: skip
+)
 
 
 def _bytes(text: str) -> float:
@@ -199,6 +205,7 @@ def fitting(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
     strategy = parse(settings["strategy"])
     model, facts = job_model(job, planes=plane_cuts_of([strategy]))
     return {
-        "now": memory_split(model, strategy), "libraries": libraries,
+        "now": memory_split(model, strategy),
+        "libraries": libraries,
         "smaller": [[str(each), size] for each, size in smaller(model, facts, strategy)],
-    }  # fmt: skip
+    }

@@ -84,6 +84,7 @@ def _messages(run: Evidence) -> int:
 def _bucketed(run: Evidence) -> dict[Key, Entry]:
     """Collectives whose size Shoal or the strategy chooses: gradients and parameters along data parallel axes."""
     return {
-        key: entry for key, entry in run.ledger.entries.items()
+        key: entry
+        for key, entry in run.ledger.entries.items()
         if key.axis.startswith("dp") and key.phase not in ("loss", "agreement", "setup") and entry.calls > 1
-    }  # fmt: skip
+    }

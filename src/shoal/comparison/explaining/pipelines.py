@@ -35,7 +35,7 @@ def stages(run: Evidence, term: pp) -> list[Cause]:
         Cause(name="imbalance", text=text, gain_s=max(0.0, as_is - even), step_s=step_s),
         Cause(name="bubble", text=bubble, gain_s=max(0.0, even - mean), step_s=step_s),
         Cause(name="messages", text="", gain_s=max(0.0, min(run.wait_s, step_s - as_is)), step_s=step_s),
-    ]  # fmt: skip
+    ]
 
 
 def by_stage(run: Evidence, term: pp) -> list[RankTimes]:
@@ -47,9 +47,10 @@ def late_replica(run: Evidence, term: pp) -> list[Cause]:
     """A rank that is later than the others with the same stage."""
     gains = [
         (late.own_s - statistics.fmean(each.own_s for each in group if each is not late), late.rank)
-        for group in replicas(run, term) if len(group) > 1
+        for group in replicas(run, term)
+        if len(group) > 1
         for late in [max(group, key=lambda each: each.own_s)]
-    ]  # fmt: skip
+    ]
     if not gains:
         return []
     gain, rank = max(gains)
@@ -76,10 +77,20 @@ def span_s(term: pp, ranks: Sequence[RankTimes]) -> float:
     forward = [min(each.forward_s, each.own_s) / parts for each in ranks]
     backward = [max(0.0, each.own_s - each.forward_s) / parts for each in ranks]
     columns = [np.repeat(np.array(each), 1)[:, None] for each in (_by_chunk(forward, term), _by_chunk(backward, term))]
-    [span] = spans_s([Pipelines(
-        schedule=term.schedule, ranks=term.n, chunks=term.chunks, micro=term.micro, forward_s=columns[0],
-        backward_s=columns[1], weight_s=columns[1] / 2, message_s=np.zeros(1),
-    )])  # fmt: skip
+    [span] = spans_s(
+        [
+            Pipelines(
+                schedule=term.schedule,
+                ranks=term.n,
+                chunks=term.chunks,
+                micro=term.micro,
+                forward_s=columns[0],
+                backward_s=columns[1],
+                weight_s=columns[1] / 2,
+                message_s=np.zeros(1),
+            )
+        ]
+    )
     return float(span[0])
 
 

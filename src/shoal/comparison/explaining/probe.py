@@ -41,9 +41,11 @@ def probe(run: Run) -> tuple[Probed | None, str]:
     settings = {"arguments": dict(run.arguments), "samples": mine}
     try:
         found = run_ranks(
-            "shoal.comparison.explaining.probe:measure", settings, ranks=min(len(rows), MOST_PROCESSES),
+            "shoal.comparison.explaining.probe:measure",
+            settings,
+            ranks=min(len(rows), MOST_PROCESSES),
             hang_after_s=60,
-        )  # fmt: skip
+        )
     except RankFailed as error:
         return None, f"the job could not be probed, so a small batch is not recognised: {error}"
     return _median([each for each in found if each]), ""
@@ -111,10 +113,16 @@ def measure(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
     growing = min(one, max(0.0, (many - one) / (LARGER - 1)))
     sizes = sorted(((n, p.numel() * p.element_size()) for n, p in model.named_parameters()), key=lambda row: -row[1])
     found = Probed(
-        samples=count, fixed_s=one - growing, growing_s=growing, update_s=statistics.median(update_s),
-        forward_s=statistics.median(forward_s), kept_bytes=_kept(lambda: forward(small), model),
-        parameters=sizes[:3], parameter_bytes=sum(size for _, size in sizes), memory_bytes=memory_limit_bytes(),
-    )  # fmt: skip
+        samples=count,
+        fixed_s=one - growing,
+        growing_s=growing,
+        update_s=statistics.median(update_s),
+        forward_s=statistics.median(forward_s),
+        kept_bytes=_kept(lambda: forward(small), model),
+        parameters=sizes[:3],
+        parameter_bytes=sum(size for _, size in sizes),
+        memory_bytes=memory_limit_bytes(),
+    )
     return asdict(found)
 
 

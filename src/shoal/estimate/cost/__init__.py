@@ -8,7 +8,17 @@ from shoal.estimate.cost.profiles import GOOD, PROFILES, profile_for
 from shoal.estimate.cost.rows import inputs_from_rows, read_rows
 
 __all__ = [
-    "GOOD", "Inputs", "PHYSICS", "PROFILES", "Physics", "Prices", "Profile", "gathered", "inputs_for",
+    "GOOD",
+    "Inputs",
+    "PHYSICS",
+    "PROFILES",
+    "Physics",
+    "Prices",
+    "Profile",
+    "gathered",
+    "inputs_for",
     "inputs_from_rows",
-    "price", "profile_for", "read_rows",
-]  # fmt: skip
+    "price",
+    "profile_for",
+    "read_rows",
+]

@@ -40,9 +40,7 @@ def data_time(inputs: Inputs, profile: Profile, physics: Physics, *, layer: Laye
     sequence, sparse_part = (inputs.cp, inputs.cp_stride), (inputs.ep, inputs.ep_stride)
 
     def links(*others: tuple[Column, Column], one_card: Number = 0.0) -> Path:
-        return path(
-            inputs, profile, physics, ranks=copies[0], stride=copies[1], others=others, one_card=one_card
-        )  # fmt: skip
+        return path(inputs, profile, physics, ranks=copies[0], stride=copies[1], others=others, one_card=one_card)
 
     dense, experts = links(sequence, sparse_part), links(sequence)
     single = links(sequence, sparse_part, one_card=profile.one_card)

@@ -158,10 +158,23 @@ def inputs_for(
     `dp` counts every replica of the dense part; `ep` divides it. `order` places the axes, innermost first, for all
     candidates; `placed` gives strides of its own to each. Words (schedule, recompute, precision) may be their indices.
     """
-    number = {name: np.atleast_1d(np.asarray(value, dtype=float)) for name, value in {
-        "dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero, "sequence": sequence, "ulysses": ulysses,
-        "micro_batch": micro_batch, "chunks": chunks, "global_batch": global_batch, "overlap": overlap,
-    }.items()}  # fmt: skip
+    number = {
+        name: np.atleast_1d(np.asarray(value, dtype=float))
+        for name, value in {
+            "dp": dp,
+            "tp": tp,
+            "pp": pp,
+            "cp": cp,
+            "ep": ep,
+            "zero": zero,
+            "sequence": sequence,
+            "ulysses": ulysses,
+            "micro_batch": micro_batch,
+            "chunks": chunks,
+            "global_batch": global_batch,
+            "overlap": overlap,
+        }.items()
+    }
     codes = {
         "schedule": _codes("schedule", schedule, SCHEDULES),
         "recompute": _codes("recompute", recompute, RECOMPUTE),
@@ -175,11 +188,25 @@ def inputs_for(
     device_columns = [device_at(cluster.device, each) for each in PRECISIONS]
     peak, matmul = (np.array([each[i] for each in device_columns])[codes["precision"]] for i in (0, 1))
     return Inputs(
-        **{name: np.atleast_1d(np.asarray(getattr(shape, name), dtype=float)) for name in (
-            "layers", "hidden", "heads", "kv_heads", "ffn", "gated", "vocab", "tied", "experts", "active_experts",
-            "causal")},
+        **{
+            name: np.atleast_1d(np.asarray(getattr(shape, name), dtype=float))
+            for name in (
+                "layers",
+                "hidden",
+                "heads",
+                "kv_heads",
+                "ffn",
+                "gated",
+                "vocab",
+                "tied",
+                "experts",
+                "active_experts",
+                "causal",
+            )
+        },
         sequence_length=np.array([float(shape.sequence)]),
-        peak_flops=peak, matmul_flops=matmul,
+        peak_flops=peak,
+        matmul_flops=matmul,
         memory_bytes=np.array([cluster.device.memory_bytes]),
         memory_bytes_per_s=np.array([cluster.device.memory_bytes_per_s]),
         sms=np.array([float(cluster.device.sms)]),
@@ -187,8 +214,9 @@ def inputs_for(
         level_bytes_per_s=np.array([level.bytes_per_s for level in cluster.levels] or [1e9]).reshape(-1, 1),
         level_latency_s=np.array([level.latency_s for level in cluster.levels] or [0.0]).reshape(-1, 1),
         **{f"{axis}_stride": np.atleast_1d(stride) for axis, stride in found.items()},
-        **number, **codes,
-    )  # fmt: skip
+        **number,
+        **codes,
+    )
 
 
 UNMEASURED = 0.82

@@ -20,15 +20,28 @@ from shoal.estimate.cost.profile import Profile
 from shoal.estimate.cost.rows import Row, read_rows
 
 WIDTHS: Mapping[str, float] = {
-    "host_layer_s": 0.7, "host_tensor_s": 1.0, "host_pass_s": 0.7, "elementwise": 0.3, "flash_hopper": 0.2,
+    "host_layer_s": 0.7,
+    "host_tensor_s": 1.0,
+    "host_pass_s": 0.7,
+    "elementwise": 0.3,
+    "flash_hopper": 0.2,
     "hop_ratio": 1.0,
-    "hop_power": 0.5, "contention": 0.7, "message_ratio": 1.0, "buckets": 0.7, "data_hidden": 0.5, "shard_hidden": 0.7,
-    "stall_tensor_s": 2.0, "stall_message_s": 2.0,
-}  # fmt: skip
+    "hop_power": 0.5,
+    "contention": 0.7,
+    "message_ratio": 1.0,
+    "buckets": 0.7,
+    "data_hidden": 0.5,
+    "shard_hidden": 0.7,
+    "stall_tensor_s": 2.0,
+    "stall_message_s": 2.0,
+}
 """What may move, and how far: the width of each prior in logarithms."""
 FLOORS: Mapping[str, float] = {
-    "stall_tensor_s": 0.2e-3, "stall_message_s": 1e-3, "hop_power": 0.2, "host_tensor_s": 2e-6,
-}  # fmt: skip
+    "stall_tensor_s": 0.2e-3,
+    "stall_message_s": 1e-3,
+    "hop_power": 0.2,
+    "host_tensor_s": 2e-6,
+}
 """Where a constant starts that the given profile has at zero: a logarithm must start somewhere."""
 SCALE = 0.1
 ROUNDS = 25
@@ -51,8 +64,9 @@ def learn_profile(rows: Sequence[Row], start: Profile, *, name: str = "learned",
         groups.update(np.unique(read.inputs.tp[read.inputs.tp > read.inputs.level_ranks[0]]))
     found = [
         _fitted(replace(begun, crowd_devices=devices, crowd_tensor=ranks), read.inputs, measured, physics)
-        for devices in sorted(crowds) for ranks in sorted(groups)
-    ]  # fmt: skip
+        for devices in sorted(crowds)
+        for ranks in sorted(groups)
+    ]
     return min(found, key=lambda pair: pair[1])[0]
 
 

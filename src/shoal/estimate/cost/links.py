@@ -64,9 +64,15 @@ class Path:
 
 
 def path(
-    inputs: Inputs, profile: Profile, physics: Physics, *, ranks: Column, stride: Column,
-    others: Sequence[tuple[Column, Column]] = (), one_card: Number = 0.0,
-) -> Path:  # fmt: skip
+    inputs: Inputs,
+    profile: Profile,
+    physics: Physics,
+    *,
+    ranks: Column,
+    stride: Column,
+    others: Sequence[tuple[Column, Column]] = (),
+    one_card: Number = 0.0,
+) -> Path:
     """The links of an axis, or of several whose ranks form one group: `others` has (ranks, stride) of the others.
 
     `one_card` 1 lets a unit's messages leave it through one device's share alone.
@@ -102,6 +108,13 @@ def path(
     assert local is not None
     assert local_rate is not None
     return Path(
-        ranks=ranks, bytes_per_s=slowest, pair_bytes_per_s=pair, latency_s=latency_s, local=local,
-        local_bytes_per_s=local_rate, outer_bytes_per_s=outer, ramp=physics.ramp, start_s=physics.collective_s,
-    )  # fmt: skip
+        ranks=ranks,
+        bytes_per_s=slowest,
+        pair_bytes_per_s=pair,
+        latency_s=latency_s,
+        local=local,
+        local_bytes_per_s=local_rate,
+        outer_bytes_per_s=outer,
+        ramp=physics.ramp,
+        start_s=physics.collective_s,
+    )

@@ -97,12 +97,13 @@ def step_split_s(
         idle_s = np.where(known, waits_s - pipeline_s, idle_s)
     idle_s = np.maximum(np.minimum(0.0, idle_s), idle_s - spared_s(inputs, profile, layers_there * layer.weight_s))
     split = {
-        cause: micro * (
+        cause: micro
+        * (
             layers_there * (getattr(layer.forward, f"{cause}_s") + getattr(layer.backward, f"{cause}_s"))
             + head_there * (getattr(head_forward, f"{cause}_s") + getattr(head_backward, f"{cause}_s"))
         )
         for cause in PASSES
-    }  # fmt: skip
+    }
     split["host"] = split["host"] + micro * stage_hosts_s * (1 - head_there)
     split["data"] = micro * (layers_there * sharded.layer_s + head_there * sharded.head_s) + sharded.step_s
     split["pipeline"], split["bubble"], split["optimizer"] = pipeline_s, idle_s, sharded.optimizer_s

@@ -141,7 +141,11 @@ class Profile:
 
 def gathered(profiles: Sequence[Profile], index: np.ndarray) -> Profile:
     """Profiles of many rows as one whose fields are columns."""
-    return Profile(name="rows", **{
-        field.name: np.array([getattr(profile, field.name) for profile in profiles])[index]
-        for field in fields(Profile) if field.name != "name"
-    })  # fmt: skip
+    return Profile(
+        name="rows",
+        **{
+            field.name: np.array([getattr(profile, field.name) for profile in profiles])[index]
+            for field in fields(Profile)
+            if field.name != "name"
+        },
+    )

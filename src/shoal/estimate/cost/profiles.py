@@ -23,9 +23,14 @@ def _read() -> dict[str, Profile]:
 PROFILES = _read()
 GOOD = PROFILES["good"]
 FP32_ACCUMULATION = {
-    "gradient_held_bytes": 6.0, "gradient_bytes": 4.0, "reduce_whole": 1.0, "step_bytes": 0.0,
-    "data_hidden": 0.0, "shard_hidden": 0.0, "data_exposed": 1.0,
-}  # fmt: skip
+    "gradient_held_bytes": 6.0,
+    "gradient_bytes": 4.0,
+    "reduce_whole": 1.0,
+    "step_bytes": 0.0,
+    "data_hidden": 0.0,
+    "shard_hidden": 0.0,
+    "data_exposed": 1.0,
+}
 """What bf16 changes in Megatron-DeepSpeed. Known: every gradient of 16 bits is added to a flat buffer in 32 bits, full
 on each rank (deepspeed/runtime/bf16_optimizer.py), which is all-reduced after the last pass, so nothing hides it
 (deepspeed/runtime/pipe/engine.py).

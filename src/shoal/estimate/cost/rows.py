@@ -23,7 +23,7 @@ from shoal.estimate.cost.inputs import (
     Inputs,
     device_at,
     strides,
-)  # fmt: skip
+)
 from shoal.estimate.cost.profile import Profile
 from shoal.estimate.cost.profiles import profile_for
 
@@ -33,14 +33,36 @@ NEEDED = ("layers", "hidden", "heads", "seq", "vocab", "gpu", "gpus", "micro_bat
 """Columns without which nothing can be said."""
 
 _DEFAULTS = {
-    "kv_heads": "", "ffn": "", "gated": "0", "tied": "0", "experts": "0", "active_experts": "0", "gpus_per_node": "8",
-    "intra_gb_s": "", "inter_gb_s": "", "dp": "", "tp": "1", "pp": "1", "cp": "1", "ep": "1", "chunks": "1",
-    "schedule": "", "zero": "0", "sequence": "0", "recompute": "none", "precision": "bf16", "overlap": "",
-    "framework": "", "kind": "decoder",
+    "kv_heads": "",
+    "ffn": "",
+    "gated": "0",
+    "tied": "0",
+    "experts": "0",
+    "active_experts": "0",
+    "gpus_per_node": "8",
+    "intra_gb_s": "",
+    "inter_gb_s": "",
+    "dp": "",
+    "tp": "1",
+    "pp": "1",
+    "cp": "1",
+    "ep": "1",
+    "chunks": "1",
+    "schedule": "",
+    "zero": "0",
+    "sequence": "0",
+    "recompute": "none",
+    "precision": "bf16",
+    "overlap": "",
+    "framework": "",
+    "kind": "decoder",
     # Blank in some tables, and of little weight: GPT-2's vocabulary in full tiles; heads of 128 and one pass a step
     # follow below.
-    "vocab": "50304", "heads": "", "micro_batch": "1", "global_batch": "",
-}  # fmt: skip
+    "vocab": "50304",
+    "heads": "",
+    "micro_batch": "1",
+    "global_batch": "",
+}
 
 
 class BadRows(ValueError):
@@ -70,9 +92,12 @@ def read_rows(rows: Sequence[Row]) -> Read:
         try:
             values = _values(row)
             profile = profile_for(
-                values["framework"], device=values["device"].name, precision=values["precision"],
-                schedule=row.get("schedule") or "", young=_young(values),
-            )  # fmt: skip
+                values["framework"],
+                device=values["device"].name,
+                precision=values["precision"],
+                schedule=row.get("schedule") or "",
+                young=_young(values),
+            )
         except (ValueError, BadCluster) as error:
             refused.append((number, str(error)))
             continue
@@ -82,9 +107,12 @@ def read_rows(rows: Sequence[Row]) -> Read:
     if not parsed:
         raise BadRows(f"no row can be estimated; the first says: {refused[0][1]}")
     return Read(
-        inputs=_columns(parsed), profiles=tuple(profiles), profile_index=np.array(index), priced=tuple(priced),
+        inputs=_columns(parsed),
+        profiles=tuple(profiles),
+        profile_index=np.array(index),
+        priced=tuple(priced),
         refused=tuple(refused),
-    )  # fmt: skip
+    )
 
 
 def inputs_from_rows(rows: Sequence[Row]) -> Inputs:
@@ -99,8 +127,20 @@ def inputs_from_rows(rows: Sequence[Row]) -> Inputs:
 def _values(row: Row) -> dict[str, Any]:
     text = {**_DEFAULTS, **{key: value.strip() for key, value in row.items() if value and value.strip()}}
     got: dict[str, Any] = {name: _number(text, name) for name in ("experts", "active_experts")}
-    for name in ("layers", "hidden", "seq", "vocab", "gpus", "micro_batch", "gpus_per_node", "tp", "pp", "cp", "ep",
-                 "chunks"):  # fmt: skip
+    for name in (
+        "layers",
+        "hidden",
+        "seq",
+        "vocab",
+        "gpus",
+        "micro_batch",
+        "gpus_per_node",
+        "tp",
+        "pp",
+        "cp",
+        "ep",
+        "chunks",
+    ):
         got[name] = _positive(text, name)
     for name in ("gated", "tied", "sequence"):
         got[name] = text[name].strip().lower() in ("1", "1.0", "true", "yes", "on")
@@ -158,10 +198,21 @@ def _device(text: Mapping[str, str], gpus_per_node: float) -> Device:
 
 
 _USUAL_LINKS = {
-    "V100": (150, 6.25), "A100": (300, 25), "H100": (450, 50), "H20": (450, 50), "GH200": (450, 50), "H200": (450, 50),
-    "B200": (900, 50), "GB200": (900, 50), "B300": (900, 100), "GB300": (900, 100), "MI250X": (100, 12.5),
-    "MI300X": (448, 50), "MI325X": (448, 50), "MI355X": (537, 50),
-}  # fmt: skip
+    "V100": (150, 6.25),
+    "A100": (300, 25),
+    "H100": (450, 50),
+    "H20": (450, 50),
+    "GH200": (450, 50),
+    "H200": (450, 50),
+    "B200": (900, 50),
+    "GB200": (900, 50),
+    "B300": (900, 100),
+    "GB300": (900, 100),
+    "MI250X": (100, 12.5),
+    "MI300X": (448, 50),
+    "MI325X": (448, 50),
+    "MI355X": (537, 50),
+}
 """GB/s for each device inside and between nodes, for rows that do not say (the presets' figures)."""
 
 
@@ -186,12 +237,32 @@ def _columns(parsed: Sequence[Mapping[str, Any]]) -> Inputs:
     axes = {axis: column(axis) for axis in ("dp", "tp", "pp", "cp", "ep")}
     node, gpus = column("gpus_per_node"), column("gpus")
     return Inputs(
-        **{name: column(name) for name in (
-            "layers", "hidden", "heads", "kv_heads", "ffn", "gated", "vocab", "tied", "experts", "active_experts",
-            "causal",
-            "chunks", "zero", "ulysses", "sequence", "micro_batch", "global_batch", "overlap")},
+        **{
+            name: column(name)
+            for name in (
+                "layers",
+                "hidden",
+                "heads",
+                "kv_heads",
+                "ffn",
+                "gated",
+                "vocab",
+                "tied",
+                "experts",
+                "active_experts",
+                "causal",
+                "chunks",
+                "zero",
+                "ulysses",
+                "sequence",
+                "micro_batch",
+                "global_batch",
+                "overlap",
+            )
+        },
         sequence_length=column("seq"),
-        peak_flops=rates[:, 0], matmul_flops=rates[:, 1],
+        peak_flops=rates[:, 0],
+        matmul_flops=rates[:, 1],
         memory_bytes=np.array([values["device"].memory_bytes for values in parsed]),
         memory_bytes_per_s=np.array([values["device"].memory_bytes_per_s for values in parsed]),
         sms=np.array([float(values["device"].sms) for values in parsed]),
@@ -200,9 +271,10 @@ def _columns(parsed: Sequence[Mapping[str, Any]]) -> Inputs:
         level_latency_s=np.stack([np.full(len(parsed), NVLINK_HOP_S), np.full(len(parsed), NETWORK_HOP_S)]),
         **axes,
         **{f"{axis}_stride": np.broadcast_to(stride, (len(parsed),)) for axis, stride in strides(axes, ORDER).items()},
-        schedule=codes("schedule", SCHEDULES), recompute=codes("recompute", RECOMPUTE),
+        schedule=codes("schedule", SCHEDULES),
+        recompute=codes("recompute", RECOMPUTE),
         precision=codes("precision", PRECISIONS),
-    )  # fmt: skip
+    )
 
 
 def _positive(text: Mapping[str, str], name: str) -> float:

@@ -81,9 +81,10 @@ def stages(inputs: Inputs, profile: Profile) -> Stages:
         )
     every = inputs.layers
     return Stages(
-        first=np.where(single > 0, every, first), most=np.where(single > 0, every, most),
+        first=np.where(single > 0, every, first),
+        most=np.where(single > 0, every, most),
         last=np.where(single > 0, every, last),
-    )  # fmt: skip
+    )
 
 
 def _by_cost(inputs: Inputs, cost_layers: Column) -> tuple[Column, Column, Column]:

@@ -61,19 +61,27 @@ class Passes:
 
 
 def pass_parts(
-    inputs: Inputs, profile: Profile, *, layer: LayerTime, heads: tuple[LayerPass, LayerPass], sharded: Sharded,
+    inputs: Inputs,
+    profile: Profile,
+    *,
+    layer: LayerTime,
+    heads: tuple[LayerPass, LayerPass],
+    sharded: Sharded,
     message_s: Column,
 ) -> Passes:
     """The parts of every row."""
     # What stage 3 of ZeRO gathers comes twice on the way back.
     return Passes(
-        layers=inputs.layers, cost_layers=split_by_cost(inputs, profile),
+        layers=inputs.layers,
+        cost_layers=split_by_cost(inputs, profile),
         forward_s=layer.forward.total_s + sharded.layer_s / 3,
         backward_s=layer.backward.total_s + sharded.layer_s * 2 / 3,
         weight_s=layer.weight_s,
-        head_forward_s=heads[0].total_s + sharded.head_s / 2, head_backward_s=heads[1].total_s + sharded.head_s / 2,
-        host_s=np.asarray(profile.host_pass_s) / 2, message_s=message_s,
-    )  # fmt: skip
+        head_forward_s=heads[0].total_s + sharded.head_s / 2,
+        head_backward_s=heads[1].total_s + sharded.head_s / 2,
+        host_s=np.asarray(profile.host_pass_s) / 2,
+        message_s=message_s,
+    )
 
 
 def step_spans_s(inputs: Inputs, passes: Passes) -> Column:
@@ -111,11 +119,17 @@ def _fill(found: Column, passes: Passes, groups: dict[tuple[int, int, int, int],
         forward, backward, weight = parts.stages(SCHEDULES[code], ranks=ranks, chunks=chunks)
         every += [
             Pipelines(
-                schedule=SCHEDULES[code], ranks=ranks, chunks=chunks, micro=each,
-                forward_s=forward, backward_s=backward, weight_s=weight, message_s=parts.message_s,
+                schedule=SCHEDULES[code],
+                ranks=ranks,
+                chunks=chunks,
+                micro=each,
+                forward_s=forward,
+                backward_s=backward,
+                weight_s=weight,
+                message_s=parts.message_s,
             )
             for each in _micro(SCHEDULES[code], ranks=ranks, chunks=chunks, micro=micro)
-        ]  # fmt: skip
+        ]
     spans = iter(zip(every, spans_s(every), strict=True))
     for ((_, _, _, micro), rows), same in zip(groups.items(), alike, strict=True):
         first, span_s = next(spans)

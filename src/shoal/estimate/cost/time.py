@@ -76,32 +76,42 @@ def layer_time(inputs: Inputs, profile: Profile, physics: Physics) -> LayerTime:
 
     tensor = _tensor_s(inputs, profile, physics, tokens * hidden * element_bytes)
     context = _context_s(
-        inputs, profile, physics, attention, queries_bytes=tokens * hidden / tp * element_bytes,
+        inputs,
+        profile,
+        physics,
+        attention,
+        queries_bytes=tokens * hidden / tp * element_bytes,
         keys_and_values_bytes=tokens * 2 * kv_width / tp * element_bytes,
-    )  # fmt: skip
+    )
     expert = _expert_s(inputs, profile, physics, tokens * active * hidden * element_bytes)
 
     again = inputs.recompute == FULL
     some = inputs.recompute == SELECTIVE
     repeated = np.where(again, compute_forward, 0.0) + np.where(
         some,
-        profile.selective_gemm * gemm_forward + profile.selective_attention * attention[0]
+        profile.selective_gemm * gemm_forward
+        + profile.selective_attention * attention[0]
         + profile.selective_rest * rest_forward,
         0.0,
-    )  # fmt: skip
+    )
     waits_s, stall_s = _host_waits(inputs, profile, physics)
     host_s = profile.host_layer_s + waits_s + profile.host_expert_s * sparse
     forward = _pass(
-        physics, compute_s=compute_forward, host_s=host_s + 0.4 * stall_s,
-        tensor_s=tensor[0], context_s=context[0], expert_s=expert[0],
-    )  # fmt: skip
+        physics,
+        compute_s=compute_forward,
+        host_s=host_s + 0.4 * stall_s,
+        tensor_s=tensor[0],
+        context_s=context[0],
+        expert_s=expert[0],
+    )
     backward = _pass(
-        physics, compute_s=compute_backward + repeated,
+        physics,
+        compute_s=compute_backward + repeated,
         host_s=host_s * (profile.host_backward + np.where(again, 1.0, 0.0)) + 0.6 * stall_s,
         tensor_s=tensor[1] + np.where(again, tensor[0], 0.0),
         context_s=context[1] + np.where(again, context[0], 0.0),
         expert_s=expert[1] + np.where(again, expert[0], 0.0),
-    )  # fmt: skip
+    )
     return LayerTime(forward=forward, backward=backward, weight_s=gemm_weight)
 
 
@@ -127,10 +137,11 @@ def layer_products(inputs: Inputs, *, imbalance: float = 1.0) -> list[Products]:
     experts = np.where(sparse, np.maximum(1.0, inputs.experts / inputs.ep), 1.0)
     rows = tokens * active / experts * np.where(sparse, imbalance, 1.0)
     return [
-        Products(tokens, hidden, hidden / tp + 2 * kv_local), Products(tokens, hidden / tp, hidden),
+        Products(tokens, hidden, hidden / tp + 2 * kv_local),
+        Products(tokens, hidden / tp, hidden),
         Products(rows, hidden, inputs.ffn * (1 + inputs.gated) / tp, experts),
         Products(rows, inputs.ffn / tp, hidden, experts),
-    ]  # fmt: skip
+    ]
 
 
 def head_time(inputs: Inputs, profile: Profile, physics: Physics) -> tuple[LayerPass, LayerPass]:
@@ -151,14 +162,22 @@ def head_time(inputs: Inputs, profile: Profile, physics: Physics) -> tuple[Layer
     host_s = profile.host_pass_s / 2 + 0.5 * waits_s + 0.25 * stall_s
     return (
         _pass(
-            physics, compute_s=forward + loss_s / 2, host_s=host_s,
-            tensor_s=small_s, context_s=none, expert_s=none,
+            physics,
+            compute_s=forward + loss_s / 2,
+            host_s=host_s,
+            tensor_s=small_s,
+            context_s=none,
+            expert_s=none,
         ),
         _pass(
-            physics, compute_s=back_input + back_weight + loss_s / 2, host_s=host_s,
-            tensor_s=gather_s, context_s=none, expert_s=none,
+            physics,
+            compute_s=back_input + back_weight + loss_s / 2,
+            host_s=host_s,
+            tensor_s=gather_s,
+            context_s=none,
+            expert_s=none,
         ),
-    )  # fmt: skip
+    )
 
 
 def _host_waits(inputs: Inputs, profile: Profile, physics: Physics) -> tuple[Column, Column]:
@@ -186,9 +205,12 @@ def _pass(
     both_s = longest_s * (1 + (np.minimum(device_s, host_s) / longest_s) ** physics.blend) ** (1 / physics.blend)
     none = 0 * device_s
     return LayerPass(
-        compute_s=compute_s + none, host_s=both_s - device_s, tensor_s=tensor_s + none, context_s=context_s + none,
+        compute_s=compute_s + none,
+        host_s=both_s - device_s,
+        tensor_s=tensor_s + none,
+        context_s=context_s + none,
         expert_s=expert_s + none,
-    )  # fmt: skip
+    )
 
 
 def _tensor_s(inputs: Inputs, profile: Profile, physics: Physics, payload: Column) -> tuple[Column, Column]:
@@ -208,9 +230,14 @@ def _tensor_s(inputs: Inputs, profile: Profile, physics: Physics, payload: Colum
 
 
 def _context_s(
-    inputs: Inputs, profile: Profile, physics: Physics, attention: tuple[Column, Column], *, queries_bytes: Column,
+    inputs: Inputs,
+    profile: Profile,
+    physics: Physics,
+    attention: tuple[Column, Column],
+    *,
+    queries_bytes: Column,
     keys_and_values_bytes: Column,
-) -> tuple[Column, Column]:  # fmt: skip
+) -> tuple[Column, Column]:
     """A ring: keys and values go round behind attention, backward with their gradients; what attention does not cover
     is felt, and a tenth always. Ulysses: an all-to-all before attention and one after it, each way, hidden by nothing.
     """

@@ -30,8 +30,9 @@ def weights(inputs: Inputs) -> Weights:
     return Weights(
         layer_dense=dense + np.where(sparse, inputs.experts * inputs.hidden, ffn),
         layer_experts=np.where(sparse, ffn * inputs.experts / inputs.ep, 0.0),
-        embedding=table, head=table,
-    )  # fmt: skip
+        embedding=table,
+        head=table,
+    )
 
 
 def kept_gathers(inputs: Inputs, profile: Profile) -> Column:

@@ -20,12 +20,12 @@ _SCHEDULES: Rules = (
     ("1f1b|flush|dapple|default|memory-efficient", "1f1b"),
     ("pipedream|2bw", "pipedream"),
     ("^(none|no|off|0|-)$", "none"),
-)  # fmt: skip
+)
 _RECOMPUTE: Rules = (
     ("^(none|no|off|0|0\\.0|false|-|disabled)$|^(no|without)-", "none"),
     ("select|partial|attn|attention|^op|^sac|every|norm|mlp|act-?func", "selective"),
     ("full|block|uniform|layer|^(1|1\\.0|true|yes|on)$|checkpoint|recomput", "full"),
-)  # fmt: skip
+)
 _PRECISIONS: Rules = (
     ("(fp8|float8).*row|row.*(fp8|float8)", "fp8-rowwise"),
     ("fp8|float8|e4m3|e5m2|mxfp|nvfp4|fp4|float4", "fp8"),
@@ -34,7 +34,7 @@ _PRECISIONS: Rules = (
     ("fp16|float16|half|^amp$|^16", "fp16"),
     ("fp32|float32|single|^32", "fp32"),
     ("mixed|^amp|^o[12]$", "bf16"),
-)  # fmt: skip
+)
 V_SHAPED = re.compile(r"zb-?v|dual.?pipe|^v-|1f1b-v|interleaved.*bubble")
 """Schedules that lead each micro-batch over the ranks twice: at least two chunks on every rank by their nature."""
 

@@ -118,9 +118,11 @@ def simulate_schedule(
     if not 0 <= transfer_s < float("inf"):
         raise ValueError(f"transfer_s is {transfer_s}; expected seconds, at least 0")
     costs = {
-        "F": forward, "BW": backward, "W": weight,
+        "F": forward,
+        "BW": backward,
+        "W": weight,
         "B": [full - part for full, part in zip(backward, weight, strict=True)],
-    }  # fmt: skip
+    }
     homes = [stage_rank(stage, ranks, chunks, schedule) for stage in range(stages)]
     _refuse_misplaced(per_rank, homes)
     order = causal_order(per_rank, homes)
@@ -129,20 +131,28 @@ def simulate_schedule(
 
 
 def laned(
-    order: Sequence[tuple[int, Action]], starts_s: Sequence[float], stops_s: Sequence[float], *,
-    ranks: int, chunks: int, schedule: str,
-) -> PipelineTimeline:  # fmt: skip
+    order: Sequence[tuple[int, Action]],
+    starts_s: Sequence[float],
+    stops_s: Sequence[float],
+    *,
+    ranks: int,
+    chunks: int,
+    schedule: str,
+) -> PipelineTimeline:
     """Actions with their times, rank by rank."""
     lanes: list[list[Box]] = [[] for _ in range(ranks)]
     for (rank, action), start_s, stop_s in zip(order, starts_s, stops_s, strict=True):
         lanes[rank].append(Box(action=action, start_s=start_s, stop_s=stop_s))
     makespan_s = max(stops_s, default=0.0)
     return PipelineTimeline(
-        schedule=schedule, ranks=ranks, chunks=chunks, lanes=tuple(tuple(lane) for lane in lanes),
+        schedule=schedule,
+        ranks=ranks,
+        chunks=chunks,
+        lanes=tuple(tuple(lane) for lane in lanes),
         makespan_s=makespan_s,
         idle_s=tuple(makespan_s - sum(box.stop_s - box.start_s for box in lane) for lane in lanes),
         in_flight=tuple(most_kept([box.action for box in lane]) for lane in lanes),
-    )  # fmt: skip
+    )
 
 
 def simulate_term(
@@ -150,9 +160,15 @@ def simulate_term(
 ) -> PipelineTimeline:
     """`simulate_schedule` of a term's own schedule."""
     return simulate_schedule(
-        actions(term), ranks=term.n, chunks=term.chunks, schedule=term.schedule,
-        forward_s=forward_s, backward_s=backward_s, weight_s=weight_s, transfer_s=transfer_s,
-    )  # fmt: skip
+        actions(term),
+        ranks=term.n,
+        chunks=term.chunks,
+        schedule=term.schedule,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        weight_s=weight_s,
+        transfer_s=transfer_s,
+    )
 
 
 def bubble_formula(term: pp) -> float | None:
@@ -237,9 +253,14 @@ def causal_order(per_rank: Sequence[Sequence[Action]], homes: Sequence[int]) -> 
 
 
 def clock(
-    order: Sequence[tuple[int, Action]], homes: Sequence[int], costs: Mapping[str, Sequence[Any]], message_s: Any,
-    *, begin_s: Any = 0, later: Callable[[Any, Any], Any] = max,
-) -> tuple[list[Any], list[Any], list[Any]]:  # fmt: skip
+    order: Sequence[tuple[int, Action]],
+    homes: Sequence[int],
+    costs: Mapping[str, Sequence[Any]],
+    message_s: Any,
+    *,
+    begin_s: Any = 0,
+    later: Callable[[Any, Any], Any] = max,
+) -> tuple[list[Any], list[Any], list[Any]]:
     """(starts, stops) of the actions, and when each rank is free again. `costs`: kind of action -> stage -> seconds.
     Seconds are numbers, exact fractions too, or arrays of several pipelines, with their maximum as `later`."""
     free_s: list[Any] = [begin_s] * (1 + max(homes))
@@ -282,8 +303,10 @@ def _who_waits(
         later = per_rank[homes[stage]][done[homes[stage]] :]
         comes = any(a.kind[0] == kind and (a.stage, a.micro) == (stage, micro) for a in later)
         why = f"which rank {homes[stage]} has further down" if comes else "which no rank computes"
-        waits.append(f"rank {rank} cannot start {per_rank[rank][done[rank]]}: it waits for {kind}(stage {stage}, "
-                    f"micro-batch {micro}), {why}")  # fmt: skip
+        waits.append(
+            f"rank {rank} cannot start {per_rank[rank][done[rank]]}: it waits for {kind}(stage {stage}, "
+            f"micro-batch {micro}), {why}"
+        )
     return "the schedule deadlocks: " + "; ".join(waits)
 
 

@@ -40,6 +40,7 @@ class Pipelines:
     message_s: Numbers
     """For each pipeline."""
 
+
 def num_passes(schedule: str, *, ranks: int, chunks: int, micro: int) -> int:
     """How many passes a step has."""
     return (3 if schedule == "zero-bubble" else 2) * ranks * chunks * micro
@@ -95,10 +96,12 @@ def laid(schedule: str, ranks: int, chunks: int, micro: int) -> Laid:
     return Laid(
         starts=np.searchsorted(waves[order], np.arange(waves.max() + 2)),
         cost=(kind * stages + stage)[order],
-        before=renamed[before][order], cause=renamed[maker[needed]][order],
-        received=received[order] * 1.0, sent=np.where(first, 0.0, np.roll(sent, 1))[order],
+        before=renamed[before][order],
+        cause=renamed[maker[needed]][order],
+        received=received[order] * 1.0,
+        sent=np.where(first, 0.0, np.roll(sent, 1))[order],
         ends=renamed[np.flatnonzero(np.append(first[1:], True))],
-    )  # fmt: skip
+    )
 
 
 def _lanes(schedule: str, ranks: int, chunks: int, micro: int) -> tuple[Places, Places, Places, Places]:

@@ -7,6 +7,16 @@ from shoal.estimate.simulate.step import Step, simulate_step, simulate_steps
 from shoal.estimate.simulate.trace import perfetto
 
 __all__ = [
-    "CALM", "Disturbance", "Goodput", "Links", "Step", "StepCosts", "Straggler", "goodput", "perfetto", "simulate_step",
-    "simulate_steps", "step_costs",
-]  # fmt: skip
+    "CALM",
+    "Disturbance",
+    "Goodput",
+    "Links",
+    "Step",
+    "StepCosts",
+    "Straggler",
+    "goodput",
+    "perfetto",
+    "simulate_step",
+    "simulate_steps",
+    "step_costs",
+]

@@ -58,9 +58,15 @@ class StepCosts:
 
 
 def step_costs(
-    inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS, outer: int = 1, outer_s: float = 0.0,
-    local_steps: int = 0, devices: int | None = None,
-) -> StepCosts:  # fmt: skip
+    inputs: Inputs,
+    profile: Profile = GOOD,
+    *,
+    physics: Physics = PHYSICS,
+    outer: int = 1,
+    outer_s: float = 0.0,
+    local_steps: int = 0,
+    devices: int | None = None,
+) -> StepCosts:
     """The costs of one row. `outer` groups of replicas lie outside it, which add `outer_s` to a step; with
     `local_steps` they are islands that are averaged after that many steps."""
     if len(inputs) != 1:
@@ -81,15 +87,22 @@ def step_costs(
     nodes = np.maximum(1.0, total / np.minimum(inputs.level_ranks[0], total))
     members = _integer(inputs.tp * inputs.cp * inputs.ep)
     return StepCosts(
-        term=term, forward_s=_tuple(forward), backward_s=_tuple(backward), weight_s=_tuple(weight),
+        term=term,
+        forward_s=_tuple(forward),
+        backward_s=_tuple(backward),
+        weight_s=_tuple(weight),
         message_s=_one(message_s),
-        data_s=_one(sharded.step_s) + (0.0 if local_steps else outer_s), optimizer_s=_one(sharded.optimizer_s),
+        data_s=_one(sharded.step_s) + (0.0 if local_steps else outer_s),
+        optimizer_s=_one(sharded.optimizer_s),
         fixed_s=physics.fixed_s,
         waits=_one(physics.jitter * np.log2(nodes) + overfull(inputs, profile, held) - 1),
-        replicas=_integer(inputs.dp / inputs.ep) * outer, islands=outer if local_steps else 1,
-        period=max(1, local_steps), average_s=local_steps * outer_s, members=members,
+        replicas=_integer(inputs.dp / inputs.ep) * outer,
+        islands=outer if local_steps else 1,
+        period=max(1, local_steps),
+        average_s=local_steps * outer_s,
+        members=members,
         node=_integer(inputs.level_ranks[0]),
-    )  # fmt: skip
+    )
 
 
 def _tuple(stages: Column) -> tuple[float, ...]:

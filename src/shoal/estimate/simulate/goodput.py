@@ -47,9 +47,13 @@ def young_interval_s(*, checkpoint_s: float, mtbf_s: float) -> float:
 
 
 def goodput(
-    *, devices: int, checkpoint_s: float, restart_s: float = RESTART_S, device_mtbf_h: float = DEVICE_MTBF_H,
+    *,
+    devices: int,
+    checkpoint_s: float,
+    restart_s: float = RESTART_S,
+    device_mtbf_h: float = DEVICE_MTBF_H,
     interval_s: float | None = None,
-) -> Goodput:  # fmt: skip
+) -> Goodput:
     """Expected goodput, with the best interval unless one is given."""
     for name, value in (("checkpoint_s", checkpoint_s), ("restart_s", restart_s)):
         if not 0 <= value < float("inf"):
@@ -63,9 +67,9 @@ def goodput(
     work_s = best_s if interval_s is None else interval_s
     # Daly: a stretch of work and its checkpoint takes M e^(R/M) (e^((w + C)/M) - 1) on average.
     span = (work_s + checkpoint_s) / mtbf_s
-    part = 0.0 if span > 500 or restart_s / mtbf_s > 500 else (
-        work_s / (mtbf_s * exp(restart_s / mtbf_s) * expm1(span))
-    )  # fmt: skip
+    part = (
+        0.0 if span > 500 or restart_s / mtbf_s > 500 else (work_s / (mtbf_s * exp(restart_s / mtbf_s) * expm1(span)))
+    )
     return Goodput(
         mtbf_s=mtbf_s, checkpoint_s=checkpoint_s, restart_s=restart_s, interval_s=work_s, part=min(1.0, part)
     )

@@ -55,9 +55,7 @@ class Step:
         """One class of replicas in the form that `pictures/timeline.py` draws."""
         term = self.costs.term
         starts_s, stops_s = self.starts_s[:, which].tolist(), self.stops_s[:, which].tolist()
-        return laned(
-            self.order, starts_s, stops_s, ranks=term.n, chunks=term.chunks, schedule=term.schedule
-        )  # fmt: skip
+        return laned(self.order, starts_s, stops_s, ranks=term.n, chunks=term.chunks, schedule=term.schedule)
 
 
 def simulate_step(costs: StepCosts, disturbance: Disturbance = CALM, *, step: int = 0) -> Step:
@@ -93,9 +91,11 @@ def _homes(term: pp) -> list[int]:
 def _simulated(costs: StepCosts, slower: Factors, order: Sequence[tuple[int, Action]]) -> Step:
     homes = _homes(costs.term)
     seconds = {
-        "F": costs.forward_s, "BW": costs.backward_s, "W": costs.weight_s,
+        "F": costs.forward_s,
+        "BW": costs.backward_s,
+        "W": costs.weight_s,
         "B": [full - part for full, part in zip(costs.backward_s, costs.weight_s, strict=True)],
-    }  # fmt: skip
+    }
     spans = {
         kind: [each * slower.compute[:, homes[stage]] for stage, each in enumerate(row)]
         for kind, row in seconds.items()
@@ -109,6 +109,13 @@ def _simulated(costs: StepCosts, slower: Factors, order: Sequence[tuple[int, Act
     island_s = reduced.max(axis=1) * (1 + costs.waits) + costs.fixed_s
     slowest = int(island_s.argmax())
     return Step(
-        costs=costs, counts=slower.counts, order=order, starts_s=np.array(starts), stops_s=np.array(stops),
-        passed_s=passed, reduced_s=reduced[slowest], island_s=island_s, step_s=float(island_s[slowest]),
-    )  # fmt: skip
+        costs=costs,
+        counts=slower.counts,
+        order=order,
+        starts_s=np.array(starts),
+        stops_s=np.array(stops),
+        passed_s=passed,
+        reduced_s=reduced[slowest],
+        island_s=island_s,
+        step_s=float(island_s[slowest]),
+    )

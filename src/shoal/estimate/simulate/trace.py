@@ -42,18 +42,36 @@ def _passes(step: Step, which: int, *, begin_s: float) -> list[dict[str, Any]]:
     costs = step.costs
     found = []
     for (rank, action), start, stop in zip(step.order, step.starts_s[:, which], step.stops_s[:, which], strict=True):
-        found.append({
-            "ph": "X", "pid": which, "tid": rank, "cat": action.kind, "ts": 1e6 * (begin_s + float(start)),
-            "name": f"{NAMES[action.kind]} {action.micro}", "dur": 1e6 * float(stop - start),
-            "args": {"stage": action.stage, "micro-batch": action.micro},
-        })  # fmt: skip
+        found.append(
+            {
+                "ph": "X",
+                "pid": which,
+                "tid": rank,
+                "cat": action.kind,
+                "ts": 1e6 * (begin_s + float(start)),
+                "name": f"{NAMES[action.kind]} {action.micro}",
+                "dur": 1e6 * float(stop - start),
+                "args": {"stage": action.stage, "micro-batch": action.micro},
+            }
+        )
     for rank in range(costs.term.n):
         reduced_s = float(step.reduced_s[rank])
         data_s = reduced_s - costs.optimizer_s - float(step.passed_s[rank].max())
-        after = (("gradients", reduced_s - costs.optimizer_s - data_s, data_s),
-                 ("optimizer", reduced_s - costs.optimizer_s, costs.optimizer_s))  # fmt: skip
+        after = (
+            ("gradients", reduced_s - costs.optimizer_s - data_s, data_s),
+            ("optimizer", reduced_s - costs.optimizer_s, costs.optimizer_s),
+        )
         for name, start_s, span_s in after:
             if span_s > 0:
-                found.append({"ph": "X", "pid": which, "tid": rank, "cat": name, "name": name,
-                              "ts": 1e6 * (begin_s + start_s), "dur": 1e6 * span_s})  # fmt: skip
+                found.append(
+                    {
+                        "ph": "X",
+                        "pid": which,
+                        "tid": rank,
+                        "cat": name,
+                        "name": name,
+                        "ts": 1e6 * (begin_s + start_s),
+                        "dur": 1e6 * span_s,
+                    }
+                )
     return found

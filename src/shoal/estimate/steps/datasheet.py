@@ -36,9 +36,12 @@ def machine_of_cluster(cluster: Cluster, *, world: int, precision: str = PRECISI
 
     def product(*, slower: float = 1.0, launches: float = 1.0) -> Product:
         return Product(
-            start_s=launches * launch_s, flops=rate / slower, rows=physics.edge, columns=physics.edge,
+            start_s=launches * launch_s,
+            flops=rate / slower,
+            rows=physics.edge,
+            columns=physics.edge,
             inner=physics.depth,
-        )  # fmt: skip
+        )
 
     def curve(bytes_each: float, *, launches: float = 1.0) -> Curve:
         return _curve(lambda elements: launches * launch_s + elements * bytes_each / streams)
@@ -51,31 +54,45 @@ def machine_of_cluster(cluster: Cluster, *, world: int, precision: str = PRECISI
     loss = (curve(physics.loss_bytes / 3), curve(physics.loss_bytes * 2 / 3, launches=float(GOOD.host_backward)))
     linear = (product(), product(launches=2))
     return Machine(
-        ranks=max(2, world), memory_bytes=device.memory_bytes * world, memory_bytes_per_s=streams,
+        ranks=max(2, world),
+        memory_bytes=device.memory_bytes * world,
+        memory_bytes_per_s=streams,
         products={
             # Both gradients of a product are one entry, of two products.
-            "linear": (linear[0], _twice(linear[1])), "convolution": (linear[0], _twice(linear[1])),
+            "linear": (linear[0], _twice(linear[1])),
+            "convolution": (linear[0], _twice(linear[1])),
             "attention": (
                 product(slower=1 / physics.flash_forward),
                 product(slower=FUSED_BACKWARD / physics.flash_backward, launches=2),
             ),
         },
         passes={
-            "add": passed(3, 2), "relu": passed(2, 3), "gelu": passed(2, 3), "copy": passed(2, 2),
-            "layer norm": passed(2, 4), "batch norm": passed(3, 5), "pooling": passed(2, 2), "embedding": passed(2, 2),
+            "add": passed(3, 2),
+            "relu": passed(2, 3),
+            "gelu": passed(2, 3),
+            "copy": passed(2, 2),
+            "layer norm": passed(2, 4),
+            "batch norm": passed(3, 5),
+            "pooling": passed(2, 2),
+            "embedding": passed(2, 2),
             "loss": loss,
         },
         updates={name: curve(nbytes) for name, nbytes in UPDATED_BYTES.items()},
-        collectives=_collectives(cluster, world, physics), background_byte_s=1e-12,
-        overheads={"step_s": physics.fixed_s, "pass_s": float(GOOD.host_pass_s)}, codecs={},
-    )  # fmt: skip
+        collectives=_collectives(cluster, world, physics),
+        background_byte_s=1e-12,
+        overheads={"step_s": physics.fixed_s, "pass_s": float(GOOD.host_pass_s)},
+        codecs={},
+    )
 
 
 def _twice(product: Product) -> Product:
     return Product(
-        start_s=product.start_s, flops=product.flops / 2, rows=product.rows, columns=product.columns,
+        start_s=product.start_s,
+        flops=product.flops / 2,
+        rows=product.rows,
+        columns=product.columns,
         inner=product.inner,
-    )  # fmt: skip
+    )
 
 
 def _curve(seconds: Callable[[float], float]) -> Curve:
@@ -100,6 +117,9 @@ def _collectives(cluster: Cluster, world: int, physics: Physics) -> dict[str, Cu
 
     hop_s = hops_s / (ranks - 1)
     return {
-        "all_reduce": of(2), "reduce_scatter": of(1), "all_gather": of(1), "all_to_all": of(1),
+        "all_reduce": of(2),
+        "reduce_scatter": of(1),
+        "all_gather": of(1),
+        "all_to_all": of(1),
         "send": _curve(lambda nbytes: physics.collective_s + hop_s + nbytes / rate),
-    }  # fmt: skip
+    }

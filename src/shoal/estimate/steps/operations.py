@@ -87,10 +87,11 @@ def operations(network: Network) -> tuple[Operation, ...]:
     return tuple(
         replace(
             _operation(layer.operator, layer.name, layer.block),
-            input_gradient=network.needs_input_gradient[number], weight_gradient=layer.operator.learns,
+            input_gradient=network.needs_input_gradient[number],
+            weight_gradient=layer.operator.learns,
         )
         for number, layer in enumerate(network.layers)
-    )  # fmt: skip
+    )
 
 
 def _operation(operator: Operator, name: str, piece: str) -> Operation:
@@ -99,15 +100,25 @@ def _operation(operator: Operator, name: str, piece: str) -> Operation:
         # Timed under a causal mask, which leaves half of the scores.
         full = 1.0 if operator.causal else 2.0
         return Operation(
-            kind="attention", name=name, piece=piece, count=full * operator.samples * operator.heads,
-            rows=operator.queries, columns=operator.keys, inner=operator.head_dim,
-        )  # fmt: skip
+            kind="attention",
+            name=name,
+            piece=piece,
+            count=full * operator.samples * operator.heads,
+            rows=operator.queries,
+            columns=operator.keys,
+            inner=operator.head_dim,
+        )
     if sides is not None:
         kind = "convolution" if isinstance(operator, Convolution | TransposedConvolution) else "linear"
         return Operation(
-            kind=kind, name=name, piece=piece, count=sides.count, rows=sides.rows, columns=sides.columns,
+            kind=kind,
+            name=name,
+            piece=piece,
+            count=sides.count,
+            rows=sides.rows,
+            columns=sides.columns,
             inner=sides.inner,
-        )  # fmt: skip
+        )
     return Operation(kind=_pass(operator), name=name, piece=piece, elements=operator.numbers)
 
 

@@ -41,10 +41,13 @@ class StagePass:
 
     def __add__(self, other: StagePass) -> StagePass:
         return StagePass(
-            self.forward_s + other.forward_s, self.input_s + other.input_s, self.weight_s + other.weight_s,
-            self.forward_sent_s + other.forward_sent_s, self.backward_sent_s + other.backward_sent_s,
+            self.forward_s + other.forward_s,
+            self.input_s + other.input_s,
+            self.weight_s + other.weight_s,
+            self.forward_sent_s + other.forward_sent_s,
+            self.backward_sent_s + other.backward_sent_s,
             self.kept_bytes + other.kept_bytes,
-        )  # fmt: skip
+        )
 
     @property
     def backward_s(self) -> float:
@@ -84,9 +87,13 @@ def price_step(model: JobModel, strategy: Strategy, machine: Machine) -> Estimat
     split["engine"] = over.get("step_s", 0.0) + over.get("pass_s", 0.0) * (0 if pipeline else micro)
     memory = states(model, strategy, held, shards) | {"activations": round(kept_bytes)}
     return Estimate(
-        strategy=str(strategy), world=strategy.world, step_s=sum(split.values()), step_split=split,
-        memory_bytes=sum(memory.values()), memory_split=memory,
-    )  # fmt: skip
+        strategy=str(strategy),
+        world=strategy.world,
+        step_s=sum(split.values()),
+        step_split=split,
+        memory_bytes=sum(memory.values()),
+        memory_split=memory,
+    )
 
 
 def _of_planes(model: JobModel, strategy: Strategy) -> JobModel:
@@ -168,9 +175,10 @@ def repeated_operations(model: JobModel, again: recompute | None, local: Sequenc
         return set()
     if again.kind == "selective":
         return {
-            number for number, each in enumerate(local)
+            number
+            for number, each in enumerate(local)
             if each.piece in model.blocks and each.kind not in ("linear", "convolution")
-        }  # fmt: skip
+        }
     found = set()
     for block in model.blocks:
         inside = [number for number, each in enumerate(local) if each.piece == block]
@@ -228,9 +236,13 @@ def _in_context(operation: Operation, context: cp) -> Iterator[Operation]:
 
 
 def _pipelined(
-    split: dict[str, float], model: JobModel, pipeline: pp, machine: Machine, by_piece: dict[str, StagePass],
+    split: dict[str, float],
+    model: JobModel,
+    pipeline: pp,
+    machine: Machine,
+    by_piece: dict[str, StagePass],
     calls: StepCalls,
-) -> float:  # fmt: skip
+) -> float:
     """Times the schedule of the stages that the engine would cut; gives the bytes that the fullest rank keeps."""
     ranges = model.stages[pipeline.n * pipeline.chunks]
     stages = [sum((by_piece[piece.name] for piece in model.pieces[a:b]), StagePass()) for a, b in ranges]
@@ -240,11 +252,20 @@ def _pipelined(
     backward = [each.backward_s + each.backward_sent_s + action_s for each in stages]
     message_s = max((collective_s(machine, "send", size, 2) for size in calls.border_bytes), default=0.0)
     micro = pipeline.micro
-    [span_s] = spans_s([Pipelines(
-        schedule=pipeline.schedule, ranks=pipeline.n, chunks=pipeline.chunks, micro=micro, forward_s=_column(forward),
-        backward_s=_column(backward), weight_s=_column([each.weight_s for each in stages]),
-        message_s=np.array([message_s]),
-    )])  # fmt: skip
+    [span_s] = spans_s(
+        [
+            Pipelines(
+                schedule=pipeline.schedule,
+                ranks=pipeline.n,
+                chunks=pipeline.chunks,
+                micro=micro,
+                forward_s=_column(forward),
+                backward_s=_column(backward),
+                weight_s=_column([each.weight_s for each in stages]),
+                message_s=np.array([message_s]),
+            )
+        ]
+    )
     split["compute"] = micro * sum(each.forward_s + each.backward_s for each in stages) / pipeline.n
     split["messages"] = micro * sum(each.sent_s for each in stages) / pipeline.n
     split["bubble"] = float(span_s[0]) - split["compute"] - split["messages"]

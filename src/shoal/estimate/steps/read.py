@@ -22,8 +22,11 @@ def machine_here(path: Path | None = None) -> Machine | None:
 def machine_of_table(table: MachineTable) -> Machine:
     """What [machine] of a calibration file says."""
     return Machine(
-        ranks=table.ranks, memory_bytes=table.memory_bytes, memory_bytes_per_s=table.memory_bytes_per_s,
-        background_byte_s=table.background_byte_s, overheads=table.overheads,
+        ranks=table.ranks,
+        memory_bytes=table.memory_bytes,
+        memory_bytes_per_s=table.memory_bytes_per_s,
+        background_byte_s=table.background_byte_s,
+        overheads=table.overheads,
         products={
             kind: (Product(**both.forward.model_dump()), Product(**both.backward.model_dump()))
             for kind, both in table.products.items()
@@ -35,7 +38,7 @@ def machine_of_table(table: MachineTable) -> Machine:
         updates={name: _curve(row.parameters, row.seconds) for name, row in table.updates.items()},
         collectives={kind: _curve(row.bytes, row.seconds) for kind, row in table.collectives.items()},
         codecs={name: (row.tensor_s, row.element_s) for name, row in table.codecs.items()},
-    )  # fmt: skip
+    )
 
 
 def table_of_machine(machine: Machine, errors: Mapping[str, float]) -> MachineTable:
@@ -45,8 +48,12 @@ def table_of_machine(machine: Machine, errors: Mapping[str, float]) -> MachineTa
     from shoal.files.schema import CodecTable, CollectiveTable, MachineTable, PassTable, ProductsTable, UpdateTable
 
     return MachineTable(
-        ranks=machine.ranks, memory_bytes=machine.memory_bytes, memory_bytes_per_s=machine.memory_bytes_per_s,
-        background_byte_s=machine.background_byte_s, overheads=dict(machine.overheads), products_error=dict(errors),
+        ranks=machine.ranks,
+        memory_bytes=machine.memory_bytes,
+        memory_bytes_per_s=machine.memory_bytes_per_s,
+        background_byte_s=machine.background_byte_s,
+        overheads=dict(machine.overheads),
+        products_error=dict(errors),
         products={
             kind: ProductsTable.model_validate({"forward": asdict(forward), "backward": asdict(backward)})
             for kind, (forward, backward) in machine.products.items()
@@ -69,7 +76,7 @@ def table_of_machine(machine: Machine, errors: Mapping[str, float]) -> MachineTa
             name: CodecTable(tensor_s=tensor_s, element_s=element_s)
             for name, (tensor_s, element_s) in machine.codecs.items()
         },
-    )  # fmt: skip
+    )
 
 
 def _curve(sizes: list[float], seconds: list[float]) -> Curve:

@@ -29,9 +29,7 @@ FORMAT = "shoal samples 1"
 class SampleCache:
     """Data whose samples have one shape, kept as they were first read."""
 
-    def __init__(
-        self, data: Any, folder: str | Path, *, most_bytes: int | None = None, version: str = ""
-    ) -> None:
+    def __init__(self, data: Any, folder: str | Path, *, most_bytes: int | None = None, version: str = "") -> None:
         """
         Args:
             data: What reads and decodes samples.
@@ -46,10 +44,14 @@ class SampleCache:
         self.record = sum(self.sizes.values())
         fit = len(data) if most_bytes is None else min(len(data), most_bytes // max(1, self.record))
         header = {
-            "format": FORMAT, "samples": len(data), "kept": fit, "version": version,
-            "entries": [[name, str(kind).removeprefix("torch."), list(shape)]
-                        for name, (kind, shape) in self.entries.items()],
-        }  # fmt: skip
+            "format": FORMAT,
+            "samples": len(data),
+            "kept": fit,
+            "version": version,
+            "entries": [
+                [name, str(kind).removeprefix("torch."), list(shape)] for name, (kind, shape) in self.entries.items()
+            ],
+        }
         self.kept = fit
         self._open(header)
 
@@ -102,9 +104,11 @@ class SampleCache:
             part = np.ascontiguousarray(joined[:, begin : begin + self.sizes[name]])
             begin += self.sizes[name]
             flat = torch.from_numpy(part).reshape(-1)
-            found[name] = flat.view(kind).reshape(len(wanted), *shape) if flat.numel() else torch.empty(
-                (len(wanted), *shape), dtype=kind
-            )  # fmt: skip
+            found[name] = (
+                flat.view(kind).reshape(len(wanted), *shape)
+                if flat.numel()
+                else torch.empty((len(wanted), *shape), dtype=kind)
+            )
         return found
 
     def _found(self, index: int) -> np.ndarray | None:
@@ -127,8 +131,9 @@ class SampleCache:
                 )
         parts = [
             value.contiguous().reshape(-1).view(torch.uint8).numpy().reshape(len(missing), self.sizes[name])
-            for name, value in ((name, batch[name]) for name in self.entries) if self.sizes[name]
-        ]  # fmt: skip
+            for name, value in ((name, batch[name]) for name in self.entries)
+            if self.sizes[name]
+        ]
         rows = np.concatenate(parts, axis=1) if parts else np.zeros((len(missing), 0), np.uint8)
         for index, row in zip(missing.tolist(), rows, strict=True):
             if index < self.kept:

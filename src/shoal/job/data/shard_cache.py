@@ -38,9 +38,7 @@ def fetch_with_fsspec(url: str, to: Path) -> None:
 class ShardCache:
     """Files of a remote store, fetched to `folder`, which holds at most `most_bytes` (None: no bound)."""
 
-    def __init__(
-        self, folder: str | Path, *, most_bytes: int | None = None, fetch: Fetch = fetch_with_fsspec
-    ) -> None:
+    def __init__(self, folder: str | Path, *, most_bytes: int | None = None, fetch: Fetch = fetch_with_fsspec) -> None:
         self.folder, self.most_bytes, self.fetch = Path(folder).expanduser(), most_bytes, fetch
 
     def beside(self, url: str, suffix: str) -> Path:

@@ -181,8 +181,9 @@ def index_of(path: Path) -> dict[str, dict[str, Place]]:
                     folder, _, file = member.name.rpartition("/")
                     name, _, end = file.partition(".")
                     found.setdefault(f"{folder}/{name}" if folder else name, {})[end.lower()] = (
-                        member.offset_data, member.size,
-                    )  # fmt: skip
+                        member.offset_data,
+                        member.size,
+                    )
                 elif member.isreg():
                     raise tarfile.ReadError(f"{member.name} is cut off")
     except (OSError, tarfile.TarError) as error:

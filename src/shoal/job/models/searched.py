@@ -13,9 +13,10 @@ Layer = Callable[[int], nn.Module]
 def normed(inputs: int, outputs: int, kernel: int, *, groups: int = 1) -> nn.Sequential:
     """Convolution, batch norm, ReLU."""
     return nn.Sequential(
-        nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, groups=groups, bias=False), nn.BatchNorm2d(outputs),
+        nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, groups=groups, bias=False),
+        nn.BatchNorm2d(outputs),
         nn.ReLU(),
-    )  # fmt: skip
+    )
 
 
 class Residual(nn.Module):

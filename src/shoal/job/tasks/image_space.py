@@ -32,13 +32,9 @@ class ImageSpace:
 
 
 SIZES = {
-    "tiny": ImageSpace(
-        image=14, widths=(4, 16, 4), layers=2, global_batch=24, steps=120, validation_samples=480
-    ),
-    "small": ImageSpace(
-        image=28, widths=(16, 64, 16), layers=3, global_batch=48, steps=400, validation_samples=1000
-    ),
-}  # fmt: skip
+    "tiny": ImageSpace(image=14, widths=(4, 16, 4), layers=2, global_batch=24, steps=120, validation_samples=480),
+    "small": ImageSpace(image=28, widths=(16, 64, 16), layers=3, global_batch=48, steps=400, validation_samples=1000),
+}
 
 
 def image_space(size: str = "tiny") -> Space:

@@ -39,7 +39,7 @@ SIZES = {
     "small": LanguageSpace(
         layers=(2, 6), hidden=(128, 384, 64), sequence=128, global_batch=24, steps=160, validation_samples=96
     ),
-}  # fmt: skip
+}
 
 
 class GatedMLP(nn.Module):

@@ -29,16 +29,28 @@ from shoal.job.on_disk import is_on_disk, lying_in
 CHUNK = 1 << 24
 """Bytes that are read at a time."""
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
     "C64": torch.complex64,
-}  # fmt: skip
+}
 """Types of a safetensors file."""
 _ARRAY: Any = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
 HARMLESS: list[Any] = [
-    argparse.Namespace, np.ndarray, np.dtype, type(np.dtype("uint32")), (_ARRAY, "numpy._core.multiarray._reconstruct"),
+    argparse.Namespace,
+    np.ndarray,
+    np.dtype,
+    type(np.dtype("uint32")),
+    (_ARRAY, "numpy._core.multiarray._reconstruct"),
     (_ARRAY, "numpy.core.multiarray._reconstruct"),
-]  # fmt: skip
+]
 """What Megatron stores beside the weights: its arguments, and the states of generators. Building them runs nothing."""
 
 
@@ -207,12 +219,23 @@ class _Passive(pickle.Unpickler):
     """Builds what the metadata of a checkpoint consist of, records without behaviour, and refuses any other name. (The
     weights-only unpickler of PyTorch does not know the protocol of these files.)"""
 
-    RECORDS = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "MetadataIndex",
-               "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING", "StorageMeta")  # fmt: skip
+    RECORDS = (
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "ChunkStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+        "StorageMeta",
+    )
     OTHERS = (
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"), ("pathlib", "PosixPath"),
-        ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
-    )  # fmt: skip
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("pathlib", "PosixPath"),
+        ("torch.serialization", "_get_layout"),
+        ("collections", "OrderedDict"),
+    )
 
     def find_class(self, module: str, name: str) -> Any:
         known = (module, name) in self.OTHERS

@@ -30,9 +30,7 @@ class WeightsDoNotMatch(JobError):
     """The tensors of the files are not those of the model."""
 
 
-def start_from(
-    job: Job, path: str | Path, *, rename: Rename | None = None, new: Sequence[str] = ()
-) -> Job:
+def start_from(job: Job, path: str | Path, *, rename: Rename | None = None, new: Sequence[str] = ()) -> Job:
     """The job with another start: its model has the weights in a file or folder.
 
     Args:
@@ -111,8 +109,9 @@ def plain(name: str) -> str:
 def _prefix(wanted: Iterable[str], stored: Iterable[str]) -> str:
     """What the files put before the model's names: that under which most of them are found."""
     wanted, stored = list(wanted), set(stored)
-    possible = {""} | {name.removesuffix(one) for one in wanted[:1] + wanted[-1:] for name in stored
-                       if name.endswith("." + one)}  # fmt: skip
+    possible = {""} | {
+        name.removesuffix(one) for one in wanted[:1] + wanted[-1:] for name in stored if name.endswith("." + one)
+    }
     return max(sorted(possible), key=lambda prefix: sum(prefix + name in stored for name in wanted))
 
 

@@ -14,12 +14,16 @@ def script(request: Request, *, sbatch: tuple[str, ...] = ()) -> str:
     if wrong is not None:
         raise CannotSubmit(f"--sbatch {wrong!r}: expected an option of sbatch, such as --partition=gpu")
     lines = [
-        f"--job-name={request.name}", f"--nodes={request.nodes}", f"--ntasks-per-node={request.ranks_per_node}",
-        f"--cpus-per-task={request.cpus_per_rank}", f"--output={request.name}-%j.out", "--open-mode=append",
+        f"--job-name={request.name}",
+        f"--nodes={request.nodes}",
+        f"--ntasks-per-node={request.ranks_per_node}",
+        f"--cpus-per-task={request.cpus_per_rank}",
+        f"--output={request.name}-%j.out",
+        "--open-mode=append",
         "--requeue",
         # To the ranks, not to the batch shell (B:): that would end the shell, and Slurm then the step.
         f"--signal=TERM@{WARNING_S}",
-    ]  # fmt: skip
+    ]
     lines += [f"--time={request.minutes}"] if request.minutes is not None else []
     lines += [f"--gpus-per-node={request.gpus_per_node}"] if request.gpus_per_node else []
     header = "\n".join(f"#SBATCH {line}" for line in [*lines, *sbatch])

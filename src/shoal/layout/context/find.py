@@ -27,9 +27,7 @@ from shoal.layout.tensor.spread import Graph
 from shoal.layout.written_attention import holders
 
 
-def context_plan(
-    trace: Trace, *, by_position: Collection[str] = (), trial: LossTrial | None = None
-) -> ContextPlan:
+def context_plan(trace: Trace, *, by_position: Collection[str] = (), trial: LossTrial | None = None) -> ContextPlan:
     """Raises CannotCutSequence, with the module and the reason, where the model mixes positions outside attention.
     `by_position`: modules known to treat positions one by one, whatever their code looks like (experts).
     `trial`: whether the loss of all positions is the sum of its parts."""
@@ -90,10 +88,17 @@ def _plan(
     if batch is None:
         require_one_stream(graph, calls[-1], follower.cuts, why)
     return ContextPlan(
-        length=shape[dim], dim=dim, blocks=tuple(call.path for call in calls), stream=leaf,
-        extras=follower.extras, masks=masks, causal=any(a.causal or has_rows(graph, a) for a in trace.attention),
-        batch=batch, why_whole=why, holders=holder_plans(follower, shape[dim]),
-    )  # fmt: skip
+        length=shape[dim],
+        dim=dim,
+        blocks=tuple(call.path for call in calls),
+        stream=leaf,
+        extras=follower.extras,
+        masks=masks,
+        causal=any(a.causal or has_rows(graph, a) for a in trace.attention),
+        batch=batch,
+        why_whole=why,
+        holders=holder_plans(follower, shape[dim]),
+    )
 
 
 def _block_calls(trace: Trace) -> list[TracedCall]:

@@ -38,9 +38,10 @@ def loss_trial(job: Job, trace: Trace, batch: Batch) -> LossTrial:
             number_like = value.dtype.is_floating_point or value.dtype.is_complex
             # Logarithms and roots of outputs want positive numbers; whatever else a loss is given serves as well.
             drawn[number] = (
-                torch.rand(value.shape, generator=random, dtype=torch.float64).to(value.dtype) if number_like
+                torch.rand(value.shape, generator=random, dtype=torch.float64).to(value.dtype)
+                if number_like
                 else torch.zeros(value.shape, dtype=value.dtype)
-            )  # fmt: skip
+            )
 
         def loss_of(start: int, stop: int) -> tuple[float, float]:
             def leaf(x: Any) -> Any:

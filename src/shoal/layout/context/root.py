@@ -66,9 +66,15 @@ def _first_blocks(trace: Trace, blocks: list[TracedCall]) -> Iterator[tuple[Trac
 
 
 def _plan(
-    graph: Graph, root: TracedCall, entry: TracedCall, given: dict[int, Cut], length: int, *, causal: bool,
+    graph: Graph,
+    root: TracedCall,
+    entry: TracedCall,
+    given: dict[int, Cut],
+    length: int,
+    *,
+    causal: bool,
     trial: LossTrial | None,
-) -> ContextPlan:  # fmt: skip
+) -> ContextPlan:
     trace = graph.trace
     walk, last = _walk(graph, root, entry, given, length)
     _require_by_position(graph, walk, last)
@@ -83,13 +89,23 @@ def _plan(
         batch, why = None, "the loss reads an output for all positions together"
     leaves = {n: _places(given[v], length) for n, v in enumerate(entry.arguments) if v in given}
     return ContextPlan(
-        length=length, dim=next(iter(given.values())).dim, blocks=(entry.path,), stream=min(leaves), extras={},
-        masks={}, causal=causal, batch=batch, why_whole=why, whole_from=_whole_from(graph, walk, last),
-        holders={"": Holder(
-            arguments=leaves if entry is root else {},
-            results={n: _places(each, length) for n, each in cut.items()} if batch is not None else {},
-        )},
-    )  # fmt: skip
+        length=length,
+        dim=next(iter(given.values())).dim,
+        blocks=(entry.path,),
+        stream=min(leaves),
+        extras={},
+        masks={},
+        causal=causal,
+        batch=batch,
+        why_whole=why,
+        whole_from=_whole_from(graph, walk, last),
+        holders={
+            "": Holder(
+                arguments=leaves if entry is root else {},
+                results={n: _places(each, length) for n, each in cut.items()} if batch is not None else {},
+            )
+        },
+    )
 
 
 def _whole_from(graph: Graph, walk: Walk, last: int) -> str:

@@ -110,10 +110,16 @@ def _listed(model: nn.Module, path: str, watch: ExpertWatch) -> Found | None:
         if shared := _shared(model, names):
             return at, PassedOver(path=path, reason=f"{path}: the parameter {shared} is used elsewhere too")
         return at, ExpertLayer(
-            path=path, form="listed", count=len(watch.lists[path]), owner=verdict.owner, parameter_names=names,
-            width=verdict.width, result_width=verdict.result_width, members=watch.lists[path],
+            path=path,
+            form="listed",
+            count=len(watch.lists[path]),
+            owner=verdict.owner,
+            parameter_names=names,
+            width=verdict.width,
+            result_width=verdict.result_width,
+            members=watch.lists[path],
             keeps_dtype=verdict.keeps_dtype,
-        )  # fmt: skip
+        )
     return (at, PassedOver(path=path, reason=f"{path or 'the model'}: {verdict}")) if verdict else None
 
 
@@ -128,9 +134,16 @@ def _stacked(model: nn.Module, path: str, count: int, watch: ExpertWatch) -> Fou
             reason = f"{path}: a hook on the gradient of {hooked} would see the part of some experts only"
             return call.number, PassedOver(path=path, reason=reason)
         return call.number, ExpertLayer(
-            path=path, form="stacked", count=count, owner=path, parameter_names=names, width=verdict.width,
-            result_width=verdict.result_width, count_names=verdict.count_names, keeps_dtype=verdict.keeps_dtype,
-        )  # fmt: skip
+            path=path,
+            form="stacked",
+            count=count,
+            owner=path,
+            parameter_names=names,
+            width=verdict.width,
+            result_width=verdict.result_width,
+            count_names=verdict.count_names,
+            keeps_dtype=verdict.keeps_dtype,
+        )
     return (call.number, PassedOver(path=path, reason=f"{path or 'the model'}: {verdict}")) if verdict else None
 
 

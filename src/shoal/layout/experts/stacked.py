@@ -133,9 +133,11 @@ def _tried(module: nn.Module, count: int, found: RoutedArguments) -> Stacked | s
     for names in _choices(module, count):
         if _fits(module, count, few, names, found, local.to(index.dtype), expected):
             return Stacked(
-                width=hidden.shape[1], result_width=whole.shape[1], count_names=names,
+                width=hidden.shape[1],
+                result_width=whole.shape[1],
+                count_names=names,
                 keeps_dtype=whole.dtype == hidden.dtype,
-            )  # fmt: skip
+            )
     return (
         f"it does not run with the parameters of {few} of its {count} experts; the number of experts should be an "
         "attribute of the module, or the first dimension of its parameters"

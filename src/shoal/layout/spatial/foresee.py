@@ -135,10 +135,18 @@ class Forecast(PlaneView):
     def _note(
         self, kind: Any, shape: tuple[int, ...], itemsize: int, learns: bool, move: Move | None = None, *, why: str = ""
     ) -> None:
-        self.events.append(PlaneEvent(
-            at=self.now(), module=self.module(), kind=kind, shape=tuple(shape), itemsize=itemsize, learns=learns,
-            move=move, why=why,
-        ))  # fmt: skip
+        self.events.append(
+            PlaneEvent(
+                at=self.now(),
+                module=self.module(),
+                kind=kind,
+                shape=tuple(shape),
+                itemsize=itemsize,
+                learns=learns,
+                move=move,
+                why=why,
+            )
+        )
 
     def _product(self, op: Op, program: Program, cut: bool) -> None:
         shapes = [program.values[value].shape for value in (*op.inputs, *op.outputs)]
@@ -255,13 +263,16 @@ def spatial_plan(job: Job, sizes: tuple[int, int], samples: int) -> SpatialPlan:
     if share < LEAST_SHARE:
         raise CannotCutPlanes(_nothing_gained(forecast, share))
     return SpatialPlan(
-        sizes=sizes, events=tuple(forecast.events), cut_share=share,
-        gathered=tuple(forecast.gathered), planes=tuple(forecast.planes.items()), whole=tuple(forecast.whole),
+        sizes=sizes,
+        events=tuple(forecast.events),
+        cut_share=share,
+        gathered=tuple(forecast.gathered),
+        planes=tuple(forecast.planes.items()),
+        whole=tuple(forecast.whole),
         modules=frozenset(forecast.modules),
-        results=calls.results, arguments=calls.arguments,
-    )  # fmt: skip
-
-
+        results=calls.results,
+        arguments=calls.arguments,
+    )
 
 
 def _nothing_gained(forecast: Forecast, share: float) -> str:

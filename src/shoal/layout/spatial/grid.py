@@ -113,9 +113,10 @@ class Move:
         """Whether any rank needs what another one holds."""
         return any(
             not (have[0] <= low and high <= have[1])
-            for axis, need in enumerate(self.needs) if need is not None and need.held
+            for axis, need in enumerate(self.needs)
+            if need is not None and need.held
             for (low, high), have in zip(need.intervals, need.have(grid, axis), strict=True)
-        )  # fmt: skip
+        )
 
     def messages(self, grid: Grid, index: int) -> Iterator[tuple[int, Box, Box]]:
         """For each other rank that this one exchanges with: (its index, what it gets of this rank's part, what comes

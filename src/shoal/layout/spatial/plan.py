@@ -86,5 +86,3 @@ class SpatialPlan:
         else:
             known, leaf = self.arguments.get((paths[piece], 0), ()), arguments[0]
         return known[leaf] if leaf < len(known) else FULL
-
-

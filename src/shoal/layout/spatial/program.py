@@ -52,9 +52,13 @@ class Program:
 
 
 def followed(
-    func: Any, leaves: list[Any], shape: TreeSpec, grid: Grid, part_of: Callable[[torch.Tensor], Part],
+    func: Any,
+    leaves: list[Any],
+    shape: TreeSpec,
+    grid: Grid,
+    part_of: Callable[[torch.Tensor], Part],
     is_copy: Callable[[torch.Tensor], bool] = lambda x: False,
-) -> Program | None:  # fmt: skip
+) -> Program | None:
     """The function as operations on parts; None if it looks at values, and so needs its arguments in full."""
     mode, recorder = FakeTensorMode(allow_non_fake_inputs=True), OpRecorder()
     made: dict[int, torch.Tensor] = {}
@@ -80,9 +84,18 @@ def followed(
     refs = tuple(Ref(recorder.value_of(leaf)) if isinstance(leaf, torch.Tensor) else leaf for leaf in results)
     returned = [ref.value for ref in refs if isinstance(ref, Ref)]
     trace = Trace(
-        model=torch.nn.Module(), fake=True, samples=0, values=recorder.values, ops=recorder.ops, calls=[],
-        parameters={}, buffers={}, output=list(returned), loss=None, model_stop=len(recorder.ops),
-    )  # fmt: skip
+        model=torch.nn.Module(),
+        fake=True,
+        samples=0,
+        values=recorder.values,
+        ops=recorder.ops,
+        calls=[],
+        parameters={},
+        buffers={},
+        output=list(returned),
+        loss=None,
+        model_stop=len(recorder.ops),
+    )
     graph = Graph(trace)
     ops = [op for op in trace.ops if graph.live[op.number]]
     parts = {value: part_of(leaves[number]) for number, value in values.items() if part_of(leaves[number]) != FULL}
@@ -106,9 +119,15 @@ def followed(
     # What was made of sizes alone would come out for this rank's part only.
     plain = plain and not any(op.outputs and not op.inputs for op in ops)
     return Program(
-        steps=tuple(steps), inputs=tuple(values.items()), results=refs, shape=result_shape, parts=parts,
-        values=tuple(recorder.values), is_plain=plain, copies=frozenset(copies),
-    )  # fmt: skip
+        steps=tuple(steps),
+        inputs=tuple(values.items()),
+        results=refs,
+        shape=result_shape,
+        parts=parts,
+        values=tuple(recorder.values),
+        is_plain=plain,
+        copies=frozenset(copies),
+    )
 
 
 def _is_plain(step: PlaneStep, parts: dict[int, Part]) -> bool:

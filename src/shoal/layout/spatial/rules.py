@@ -195,9 +195,14 @@ def _plane_cut(case: _Case, value: int, axis: int, first: int) -> AxisCut | None
 
 
 def _windowed(
-    case: _Case, value: int, first: int, reads: Callable[[int], Callable[[tuple[int, int]], tuple[int, int]]], *,
-    enters: bool = False, form: Callable[[tuple[DimWindow, ...]], Form] = Windowed,
-) -> PlaneStep:  # fmt: skip
+    case: _Case,
+    value: int,
+    first: int,
+    reads: Callable[[int], Callable[[tuple[int, int]], tuple[int, int]]],
+    *,
+    enters: bool = False,
+    form: Callable[[tuple[DimWindow, ...]], Form] = Windowed,
+) -> PlaneStep:
     """An operation of which each output interval reads an interval of the input. `enters`: an operand that is there in
     full is cut here."""
     call = case.bind()
@@ -243,9 +248,7 @@ def _convolution(case: _Case) -> PlaneStep:
 
     def along(dim: int) -> Callable[[tuple[int, int]], tuple[int, int]]:
         at = dim - 2
-        return reads(
-            kernel=call.shape(weight)[dim], stride=stride[at], padding=padding[at], dilation=dilation[at]
-        )  # fmt: skip
+        return reads(kernel=call.shape(weight)[dim], stride=stride[at], padding=padding[at], dilation=dilation[at])
 
     return _windowed(case, source.value, 2, along, enters=True)
 
@@ -284,9 +287,12 @@ def _padding(case: _Case) -> PlaneStep:
 
 
 def _taps(
-    case: _Case, first: int, along: Callable[[int], tuple[list[list[int]], list[list[float]] | None] | None], *,
+    case: _Case,
+    first: int,
+    along: Callable[[int], tuple[list[list[int]], list[list[float]] | None] | None],
+    *,
     others: bool,
-) -> PlaneStep:  # fmt: skip
+) -> PlaneStep:
     call, source = case.bind(), case.op.inputs[0]
     shape, made = call.shape(source), call.shape(call.out)
     needs: list[Need | None] = [None, None]
@@ -304,10 +310,16 @@ def _taps(
         if not made[cut.dim]:
             raise _NotHere
         windowed, is_cut = window(case.grid, axis, cut.dim, (shape[cut.dim], made[cut.dim]), hull(rows))
-        found.append(Taps(
-            axis, cut.dim, windowed.out, windowed.have, tuple(map(tuple, rows)),
-            None if weights is None else tuple(map(tuple, weights)),
-        ))  # fmt: skip
+        found.append(
+            Taps(
+                axis,
+                cut.dim,
+                windowed.out,
+                windowed.have,
+                tuple(map(tuple, rows)),
+                None if weights is None else tuple(map(tuple, weights)),
+            )
+        )
         needs[axis] = Need(cut, windowed.have, held=True)
         cuts[axis] = AxisCut(cut.dim, made[cut.dim]) if is_cut else None
     if not found:
@@ -338,8 +350,10 @@ def _resizing(kind: str) -> Callable[[_Case], PlaneStep]:
 
 
 _SCALES: dict[int, tuple[str, ...]] = {
-    1: ("scales",), 2: ("scales_h", "scales_w"), 3: ("scales_d", "scales_h", "scales_w")
-}  # fmt: skip
+    1: ("scales",),
+    2: ("scales_h", "scales_w"),
+    3: ("scales_d", "scales_h", "scales_w"),
+}
 
 
 def _mirroring(dims: int, rows: Callable[[int, int, int], list[int]]) -> Callable[[_Case], PlaneStep]:
@@ -440,9 +454,12 @@ LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "s
 
 RULES: dict[str, Callable[[_Case], PlaneStep]] = {
     "convolution": _convolution,
-    "max_pool2d_with_indices": _pooling(2), "max_pool3d_with_indices": _pooling(3),
-    "avg_pool2d": _pooling(2), "avg_pool3d": _pooling(3),
-    "_adaptive_avg_pool2d": _adaptive(2), "_adaptive_avg_pool3d": _adaptive(3),
+    "max_pool2d_with_indices": _pooling(2),
+    "max_pool3d_with_indices": _pooling(3),
+    "avg_pool2d": _pooling(2),
+    "avg_pool3d": _pooling(3),
+    "_adaptive_avg_pool2d": _adaptive(2),
+    "_adaptive_avg_pool3d": _adaptive(3),
     "constant_pad_nd": _padding,
     **dict.fromkeys(["upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"], _resizing("nearest")),
     **dict.fromkeys(
@@ -452,7 +469,9 @@ RULES: dict[str, Callable[[_Case], PlaneStep]] = {
     "upsample_bicubic2d": _resizing("cubic"),
     **{f"reflection_pad{dims}d": _mirroring(dims, mirrored) for dims in (1, 2, 3)},
     **{f"replication_pad{dims}d": _mirroring(dims, repeated) for dims in (1, 2, 3)},
-    "slice": _slicing, "flip": _flipping,
-    "pixel_shuffle": _shuffling(up=True), "pixel_unshuffle": _shuffling(up=False),
+    "slice": _slicing,
+    "flip": _flipping,
+    "pixel_shuffle": _shuffling(up=True),
+    "pixel_unshuffle": _shuffling(up=False),
     **dict.fromkeys(["nll_loss_forward", "nll_loss2d_forward"], _likelihood),
-}  # fmt: skip
+}

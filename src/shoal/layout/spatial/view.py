@@ -23,9 +23,10 @@ from shoal.layout.spatial.program import Program, followed
 MOST_PROGRAMS = 4096
 """Functions remembered with their arguments; beyond, all are forgotten and followed anew."""
 
-CONVOLUTIONS = frozenset(
-    f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3)
-) | {"convolution", "_convolution"}  # fmt: skip
+CONVOLUTIONS = frozenset(f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3)) | {
+    "convolution",
+    "_convolution",
+}
 """Functions that cut what they are given in full."""
 NORMS = ("batch_norm", "group_norm", "instance_norm")
 
@@ -140,9 +141,11 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 _OF_AUTOGRAD = {
-    torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad,
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.retain_grad,
     torch.Tensor.requires_grad_,
-}  # fmt: skip
+}
 """They change the graph of a tensor and compute nothing: a hook belongs to the part."""
 
 _SIZES: dict[Any, Callable[..., Any]] = {

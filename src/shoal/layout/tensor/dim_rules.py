@@ -262,8 +262,11 @@ RULES: dict[str, Callable[[BoundOp], DimLinks]] = {
     **dict.fromkeys(["native_layer_norm", "_fused_rms_norm", "rms_norm"], layer_norm),
     "native_group_norm": group_norm,
     **dict.fromkeys(
-        ["_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
-         "_scaled_dot_product_efficient_attention"],
+        [
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_efficient_attention",
+        ],
         attention,
     ),
     **dict.fromkeys(
@@ -283,4 +286,4 @@ RULES: dict[str, Callable[[BoundOp], DimLinks]] = {
     "expand": expand,
     **dict.fromkeys("zeros ones full empty scalar_tensor new_zeros new_ones new_full new_empty".split(), uniform),
     "stack": stack,
-}  # fmt: skip
+}

@@ -189,9 +189,7 @@ class Rehearsed:
         if not wanted:
             self.wrong |= key in self.changed
             return None
-        view = ResizedView(
-            module=key[0], order=key[1], function=call.function, num_sizes=len(call.sizes), places=at
-        )  # fmt: skip
+        view = ResizedView(module=key[0], order=key[1], function=call.function, num_sizes=len(call.sizes), places=at)
         # One module called twice must make the same call in the same way.
         self.wrong |= self.changed.setdefault(key, view) != view or not asks_for_whole
         return tuple(size * self.times if place in at else size for place, size in enumerate(call.sizes))

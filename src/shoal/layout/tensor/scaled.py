@@ -202,9 +202,7 @@ class Scaling:
                 raise Refuted(f"{each.path} names sizes in its code and is also called elsewhere")
         resized = Rehearsed(self.graph, call, found.spreading.cuts, TIMES[0], frozenset(views))
         if not replay.runs_in_evaluation(found.spreading.cuts, TIMES[0], scaled, resized):
-            raise Refuted(
-                f"the code of {call.path or 'the model'} names sizes and takes another branch in evaluation"
-            )
+            raise Refuted(f"the code of {call.path or 'the model'} names sizes and takes another branch in evaluation")
 
     def _candidates(self, found: Found, call: TracedCall) -> list[Attribute]:
         """Those of the innermost modules first."""

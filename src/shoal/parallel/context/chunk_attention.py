@@ -44,9 +44,15 @@ def seen(mask: torch.Tensor) -> torch.Tensor:
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None, causal: bool, scale: float,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
     kept: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [B, H, R, D] and log-sum-exp [B, H, R]; a row that sees nothing has output 0 and log-sum-exp -inf.
     `kept` [B, H, R, C] are the factors that dropout gives the weights."""
     if kept is not None or not _fused_serves(q, v):
@@ -104,9 +110,15 @@ def _scores(q: torch.Tensor, k: torch.Tensor, *, mask: torch.Tensor | None, caus
 
 
 def _plain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None, causal: bool, scale: float,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
     kept: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     scores = _scores(q, k, mask=mask, causal=causal, scale=scale)
     lse = torch.logsumexp(scores, -1)
     # Not from the log-sum-exp: where all scores are about the lowest number there is, it cannot tell how many they are.

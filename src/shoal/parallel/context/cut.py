@@ -236,11 +236,18 @@ class SequenceCut:
         q, k, v = as_autocast(*(given.pop(name) for name in NAMES[:3]))
         self.calls.append(
             AttentionCall(
-                batch=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1], length=q.shape[-2], head_dim=q.shape[-1],
-                value_dim=v.shape[-1], itemsize=q.element_size(), trained=torch.is_grad_enabled() and q.requires_grad,
-                again=recomputing(), evaluating=BOOK.phase == "evaluate",
+                batch=q.shape[0],
+                heads=q.shape[1],
+                kv_heads=k.shape[1],
+                length=q.shape[-2],
+                head_dim=q.shape[-1],
+                value_dim=v.shape[-1],
+                itemsize=q.element_size(),
+                trained=torch.is_grad_enabled() and q.requires_grad,
+                again=recomputing(),
+                evaluating=BOOK.phase == "evaluate",
             )
-        )  # fmt: skip
+        )
         if GlobalView.active and not (self.plan.in_root and as_called):
             self.calls_in_views.append(self.calls[-1])
         if k.shape[1] == 1 and q.shape[1] > 1:

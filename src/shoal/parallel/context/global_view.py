@@ -166,10 +166,18 @@ class GlobalView(TorchFunctionMode):
         results, result_shape = tree_flatten(result)
         refs = tuple(Ref(recorder.value_of(leaf)) if _is_tensor(leaf) else leaf for leaf in results)
         trace = Trace(
-            model=torch.nn.Module(), fake=True, samples=0, values=recorder.values, ops=recorder.ops, calls=[],
-            parameters={}, buffers={}, output=[ref.value for ref in refs if isinstance(ref, Ref)], loss=None,
+            model=torch.nn.Module(),
+            fake=True,
+            samples=0,
+            values=recorder.values,
+            ops=recorder.ops,
+            calls=[],
+            parameters={},
+            buffers={},
+            output=[ref.value for ref in refs if isinstance(ref, Ref)],
+            loss=None,
             model_stop=len(recorder.ops),
-        )  # fmt: skip
+        )
         graph = Graph(trace)
         cuts = {value: self.cuts[leaves[number]] for number, value in values.items() if leaves[number] in self.cuts}
         ops = [op for op in trace.ops if graph.live[op.number]]
@@ -178,9 +186,14 @@ class GlobalView(TorchFunctionMode):
         # What was made of sizes alone would come out for this rank's positions only.
         plain = plain and not any(op.outputs and not op.inputs for op in ops)
         return _Program(
-            steps=tuple(walk.steps), inputs=tuple(values.items()), results=refs, shape=result_shape, walk=walk,
-            shapes=tuple(value.shape for value in trace.values), is_plain=plain,
-        )  # fmt: skip
+            steps=tuple(walk.steps),
+            inputs=tuple(values.items()),
+            results=refs,
+            shape=result_shape,
+            walk=walk,
+            shapes=tuple(value.shape for value in trace.values),
+            is_plain=plain,
+        )
 
     def _run(self, program: _Program, leaves: list[Any]) -> list[Any]:
         held: dict[int, Any] = {value: leaves[leaf] for leaf, value in program.inputs}
@@ -229,7 +242,7 @@ class GlobalView(TorchFunctionMode):
             given = self._gathered(given, program.walk.cuts[mask.value])
         return self._attend(
             q, k, v, given, bool(named["is_causal"]), named.get("scale"), as_called=False, dropout_p=named["dropout_p"]
-        )  # fmt: skip
+        )
 
     def _attend_as_called(self, args: Any, kwargs: Any) -> torch.Tensor | None:
         """A call of F.scaled_dot_product_attention; None if it is not of the sequence to itself, or drops weights."""
@@ -239,16 +252,30 @@ class GlobalView(TorchFunctionMode):
         if q.dim() != 4 or any(x not in self.cuts or self.cuts[x].dim != 2 for x in (q, k, v)):
             return None
         out = self._attend(
-            q, k, v, self.full(given.get("attn_mask")), bool(given.get("is_causal")), given.get("scale"),
-            enable_gqa=bool(given.get("enable_gqa")), dropout_p=given.get("dropout_p") or 0.0,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            self.full(given.get("attn_mask")),
+            bool(given.get("is_causal")),
+            given.get("scale"),
+            enable_gqa=bool(given.get("enable_gqa")),
+            dropout_p=given.get("dropout_p") or 0.0,
+        )
         self.cuts[out] = self.cuts[q]
         return out
 
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, causal: bool, scale: Any, *,
-        as_called: bool = True, **more: Any,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Any,
+        causal: bool,
+        scale: Any,
+        *,
+        as_called: bool = True,
+        **more: Any,
+    ) -> torch.Tensor:
         if mask is not None and self.cut.method == "ring" and mask.shape[-2] == self.length:
             mask = self.own(mask, Cut(mask.dim() - 2, (self.length,)))
         given = {"attn_mask": mask, "is_causal": causal, "scale": scale, **more}
@@ -310,9 +337,11 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 _OF_AUTOGRAD = {
-    torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad,
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.retain_grad,
     torch.Tensor.requires_grad_,
-}  # fmt: skip
+}
 """They change the graph of a tensor and compute nothing: a hook belongs to the part."""
 
 _SIZES: dict[Any, Callable[..., Any]] = {

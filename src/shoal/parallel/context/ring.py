@@ -89,9 +89,14 @@ class _Ring(torch.autograd.Function):
                 part = work.part
                 keys, values = (tensor[:, :, part.columns] for tensor in unpacked(parcel, k, v))
                 out, lse = attend(
-                    q[:, :, part.rows], keys, values, mask=work.mask, causal=part.causal, scale=scale,
+                    q[:, :, part.rows],
+                    keys,
+                    values,
+                    mask=work.mask,
+                    causal=part.causal,
+                    scale=scale,
                     kept=plan.kept(kept, source, part),
-                )  # fmt: skip
+                )
                 merged.add(part.rows, out, lse)
             out, lse = merged.result(q.dtype)
         # The mask as it was given: layers usually share one.
@@ -104,11 +109,19 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         q, k, v, mask, out, lse, kept = ctx.saved_tensors
         saved = _Saved(
-            grad_out=grad_out, q=q, k=k, v=v, mask=ctx.plan.effective(mask), out=out, lse=lse,
-            plan=ctx.plan, scale=ctx.scale, kept=kept,
+            grad_out=grad_out,
+            q=q,
+            k=k,
+            v=v,
+            mask=ctx.plan.effective(mask),
+            out=out,
+            lse=lse,
+            plan=ctx.plan,
+            scale=ctx.scale,
+            kept=kept,
             grad_q=torch.zeros_like(q, dtype=wide_type(q.dtype)),
             grad_mask=torch.zeros_like(mask) if ctx.needs_input_grad[3] else None,
-        )  # fmt: skip
+        )
         with torch.autocast(q.device.type, enabled=False):
             grad_k, grad_v = _backward(saved, ctx.members)
         return saved.grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), saved.grad_mask, None, None, None, None
@@ -187,11 +200,18 @@ def _share(saved: _Saved, source: int, keys: torch.Tensor, values: torch.Tensor)
         return None
     rows, columns = work.part.rows, work.part.columns
     grad_q, grad_k, grad_v, grad_scores = attend_backward(
-        saved.grad_out[:, :, rows], saved.q[:, :, rows], keys[:, :, columns], values[:, :, columns],
-        saved.out[:, :, rows], saved.lse[:, :, rows],
-        mask=work.mask, causal=work.part.causal, scale=saved.scale, mask_gradient=saved.grad_mask is not None,
+        saved.grad_out[:, :, rows],
+        saved.q[:, :, rows],
+        keys[:, :, columns],
+        values[:, :, columns],
+        saved.out[:, :, rows],
+        saved.lse[:, :, rows],
+        mask=work.mask,
+        causal=work.part.causal,
+        scale=saved.scale,
+        mask_gradient=saved.grad_mask is not None,
         kept=saved.plan.kept(saved.kept, source, work.part),
-    )  # fmt: skip
+    )
     saved.grad_q[:, :, rows] += grad_q
     if saved.grad_mask is not None and grad_scores is not None:
         saved.plan.add_mask_gradient(saved.grad_mask, source, work, grad_scores)

@@ -60,9 +60,15 @@ def ulysses_attention(
             attn_mask = attn_mask[:, members.index * own : (members.index + 1) * own]
     whole_q, whole_k, whole_v = _Swap.apply(members, _heads_out, _heads_back, q, k, v)
     out = F.scaled_dot_product_attention(
-        whole_q, whole_k, whole_v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+        whole_q,
+        whole_k,
+        whole_v,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
         dropout_p=dropout_p,
-    )  # fmt: skip
+    )
     (mine,) = _Swap.apply(members, _heads_back, _heads_out, out)
     return mine
 

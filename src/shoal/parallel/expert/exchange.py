@@ -124,8 +124,14 @@ class Round:
     def routed(self, *, rows: torch.Tensor, answers: torch.Tensor, weight_bytes: int = 0) -> Routed:
         now = forward_phase()
         return Routed(
-            axis=self.members.axis, index=self.members.index, phase=now,
-            trained=now == "forward" and torch.is_grad_enabled(), counts_bytes=self.counts_bytes,
-            sent_rows=tuple(self.sent), received_rows=tuple(self.received), weight_bytes=weight_bytes,
-            row_bytes=rows.shape[1] * rows.element_size(), answer_bytes=answers.shape[1] * answers.element_size(),
-        )  # fmt: skip
+            axis=self.members.axis,
+            index=self.members.index,
+            phase=now,
+            trained=now == "forward" and torch.is_grad_enabled(),
+            counts_bytes=self.counts_bytes,
+            sent_rows=tuple(self.sent),
+            received_rows=tuple(self.received),
+            weight_bytes=weight_bytes,
+            row_bytes=rows.shape[1] * rows.element_size(),
+            answer_bytes=answers.shape[1] * answers.element_size(),
+        )

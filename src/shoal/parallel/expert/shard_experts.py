@@ -56,9 +56,11 @@ def shard_experts(model: nn.Module, layers: Sequence[ExpertLayer], members: Memb
     forwards = {owner: ListedForward(model.get_submodule(owner), lists) for owner, lists in by_owner.items()}
     setattr(model, _BEFORE, {owner: forward.before_runs for owner, forward in forwards.items()})
     setattr(model, _HISTORY, history)
-    setattr(model, _CALLERS, {
-        each.layer.path: list(each.placeholders.values()) for lists in by_owner.values() for each in lists
-    })  # fmt: skip
+    setattr(
+        model,
+        _CALLERS,
+        {each.layer.path: list(each.placeholders.values()) for lists in by_owner.values() for each in lists},
+    )
     after = dict(model.named_parameters())
     return [name for name, param in before.items() if after.get(name) is not param]
 

@@ -77,12 +77,15 @@ class Offloading:
         """What is offloaded by now, what has moved, and how long steps have waited for it."""
         return {
             what: {
-                "to": level.name, "held_bytes": level.held_bytes, "read_bytes": level.read_bytes,
-                "written_bytes": level.written_bytes, "waited_s": level.waited_s,
+                "to": level.name,
+                "held_bytes": level.held_bytes,
+                "read_bytes": level.read_bytes,
+                "written_bytes": level.written_bytes,
+                "waited_s": level.waited_s,
                 "in_use_bytes": self.in_use.get(what, int)(),
             }
             for what, level in self.levels.items()
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True)
@@ -171,13 +174,15 @@ def tried(recipe: Any) -> _OffloadTrial:
         _, apart = run([[number] for number in everyone])
     nbytes = sum(
         value.numel() * value.element_size()
-        for param in together for value in state_of(optimizer, param).values()
+        for param in together
+        for value in state_of(optimizer, param).values()
         if isinstance(value, torch.Tensor) and value.dim() and value.numel() * value.element_size() >= min(LEAST, 64)
-    )  # fmt: skip
+    )
     return _OffloadTrial(
-        name=type(optimizer).__name__, bytes_per_element=nbytes / sum(param.numel() for param in together),
+        name=type(optimizer).__name__,
+        bytes_per_element=nbytes / sum(param.numel() for param in together),
         in_parts=all(map(torch.equal, together, apart)),
-    )  # fmt: skip
+    )
 
 
 def parameters_in_use(shards: Sequence[tuple[StoredShard, bool]]) -> int:

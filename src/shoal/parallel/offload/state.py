@@ -162,7 +162,7 @@ class OffloadedState:
         size = max(part.nbytes for part in self.parts)
         if len(self._buffers) <= turn or self._buffers[turn].numel() < size:
             device = self.parts[0].slices[0].bucket.buffer.device
-            self._buffers[turn:turn + 1] = [torch.empty(size, dtype=torch.uint8, device=device)]
+            self._buffers[turn : turn + 1] = [torch.empty(size, dtype=torch.uint8, device=device)]
         return self._buffers[turn]
 
     def _values(self, part: _Part) -> Iterator[tuple[_Kept, int]]:
@@ -192,10 +192,14 @@ class OffloadedState:
             writing.append(each.place.write(each.offset, buffer[at : at + each.nbytes]))
             each.rest()
         found = dict(self._now(part, optimizer)) if self._state else {}
-        inside = buffer is not None and found.keys() == part.state.keys() and all(
-            value is part.state[key].tensor and value.data_ptr() == buffer.data_ptr() + part.state[key].offset
-            for key, value in found.items()
-        )  # fmt: skip
+        inside = (
+            buffer is not None
+            and found.keys() == part.state.keys()
+            and all(
+                value is part.state[key].tensor and value.data_ptr() == buffer.data_ptr() + part.state[key].offset
+                for key, value in found.items()
+            )
+        )
         if inside and part.place is not None:
             assert buffer is not None
             writing.append(part.place.write(0, buffer[: part.place.nbytes]))

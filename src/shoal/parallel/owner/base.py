@@ -68,9 +68,15 @@ class Owner(ABC):
     """What may have caused a loss that is no number."""
 
     def __init__(
-        self, model: nn.Module, placement: Placement, cut: CutModel, recipe: Recipe, *, bucket_bytes: int,
+        self,
+        model: nn.Module,
+        placement: Placement,
+        cut: CutModel,
+        recipe: Recipe,
+        *,
+        bucket_bytes: int,
         offloading: Offloading | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.placement, self.cut, self.recipe = placement, cut, recipe
         self.offloading = offloading or Offloading()
         self.places: dict[int, LowerRange] = {}
@@ -93,9 +99,12 @@ class Owner(ABC):
         """A new one over this rank's slices."""
         elements = sum(bucket.master.numel() for bucket in self.buckets)
         return SlicedOptimizer(
-            self.recipe, self.buckets, full=self.full, unfused=unfused,
+            self.recipe,
+            self.buckets,
+            full=self.full,
+            unfused=unfused,
             offloaded=self.offloading.state(elements, self.places),
-        )  # fmt: skip
+        )
 
     # Laying parameters out:
 
@@ -105,9 +114,12 @@ class Owner(ABC):
             return None
         order = {name: place for place, name in enumerate(self.recipe.labels)}
         found = FullParameters(
-            self.placement, self.cut, self.buckets, order,
+            self.placement,
+            self.cut,
+            self.buckets,
+            order,
             values_held=self.keeps_full and not self.placement.shared_memory,
-        )  # fmt: skip
+        )
         return found if found.classes else None
 
     def _lay_out(self, model: nn.Module, bucket_bytes: int) -> None:

@@ -53,9 +53,13 @@ class FullySharded(ShardedOwner):
             # What ranks share beyond this one's stages (a tied weight) does not say where the block computes.
             part = min((bucket.part for bucket in own if bucket.part != SHARED), default=SHARED if own else 0)
             sharded = ShardedUnit(
-                unit.name, unit.module, stored, is_root=unit is parts[0],
-                is_last=unit is parts[-1] and self.cut.staged is None, part=part,
-            )  # fmt: skip
+                unit.name,
+                unit.module,
+                stored,
+                is_root=unit is parts[0],
+                is_last=unit is parts[-1] and self.cut.staged is None,
+                part=part,
+            )
             sharded_units.append(sharded)
             self._buckets_of[id(sharded)] = own
         sharding = self.placement.replicas(PLAIN).sharding

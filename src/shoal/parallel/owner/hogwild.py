@@ -30,9 +30,15 @@ class HogwildOwner(Owner):
     """Parameters in shared memory that every replica updates."""
 
     def __init__(
-        self, model: nn.Module, placement: Placement, cut: CutModel, recipe: Recipe, *, bucket_bytes: int,
+        self,
+        model: nn.Module,
+        placement: Placement,
+        cut: CutModel,
+        recipe: Recipe,
+        *,
+        bucket_bytes: int,
         offloading: Offloading | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(model, placement, cut, recipe, bucket_bytes=bucket_bytes, offloading=offloading)
         self.tickets = SharedTickets(placement.islands)
         self._all_here()  # Every replica has written the same start.

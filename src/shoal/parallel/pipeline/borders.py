@@ -25,13 +25,31 @@ from shoal.comm.mesh import Members
 from shoal.parallel.pipeline.arrival import Arrival, Branched
 
 PLAIN = (
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8,
-)  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+    torch.uint8,
+)
 """What every backend carries; all others travel as bytes."""
 DTYPES = (
-    *PLAIN, torch.complex64, torch.complex128, torch.complex32, torch.int16, torch.int8, torch.uint16, torch.uint32,
-    torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
-)  # fmt: skip
+    *PLAIN,
+    torch.complex64,
+    torch.complex128,
+    torch.complex32,
+    torch.int16,
+    torch.int8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
 MOST_DIMS = 8
 MOST_TENSORS = 128
 KINDS = ("specs", "forward", "backward", "numbers")
@@ -70,9 +88,15 @@ class Borders:
     """What this rank sends and receives at the borders of its stages."""
 
     def __init__(
-        self, members: Members, rank_of: Callable[[int], int], *, num_stages: int, tags: int, device: torch.device,
+        self,
+        members: Members,
+        rank_of: Callable[[int], int],
+        *,
+        num_stages: int,
+        tags: int,
+        device: torch.device,
         another: Callable[[], Members] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`rank_of`: the place along `members` of a stage. `tags`: messages of this number of consecutive micro-batches
         have different tags. `another` makes one more group of the same members, where messages need lanes; all ranks
         then make the same ones."""

@@ -111,9 +111,13 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, holder: list[nn.Parameter], mode: _Products,
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        holder: list[nn.Parameter],
+        mode: _Products,
         transposed: bool,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         # In a list, so that autograd expects no gradient for it.
         (weight,) = holder
         ctx.save_for_backward(x)

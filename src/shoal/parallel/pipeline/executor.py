@@ -52,11 +52,14 @@ class Pipeline(Executor):
         self.lasts = {last_backward(self.actions, stage) for stage in staged.mine}
         mesh, device = engine.placement.mesh, engine.device
         self.borders = Borders(
-            members, lambda stage: stage_rank(stage, term.n, term.chunks, term.schedule), num_stages=self.num_stages,
-            tags=max(term.micro, 2 * term.n), device=device,
+            members,
+            lambda stage: stage_rank(stage, term.n, term.chunks, term.schedule),
+            num_stages=self.num_stages,
+            tags=max(term.micro, 2 * term.n),
+            device=device,
             # In host memory every backend heeds tags, and one group carries all messages.
             another=None if device.type == "cpu" else lambda: mesh.another_along(members.axis),
-        )  # fmt: skip
+        )
         self.deferred = DeferredWeights(engine.reduction) if term.schedule == "zero-bubble" else None
         self.most_in_flight = 0
         self._received = _received_by_then(term, members.index)
@@ -90,9 +93,12 @@ class Pipeline(Executor):
                 break
 
     def forward(
-        self, action: Action, key: Any, forward: Callable[[int], Any],
+        self,
+        action: Action,
+        key: Any,
+        forward: Callable[[int], Any],
         loss: Callable[[int, Any], tuple[torch.Tensor, Any]],
-    ) -> InFlight:  # fmt: skip
+    ) -> InFlight:
         stage, micro = action.stage, action.micro
         with BOOK.during("forward"):
             received = self.borders.receive(stage, micro, key)

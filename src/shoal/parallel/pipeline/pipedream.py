@@ -151,9 +151,14 @@ class PipeDream(Pipeline):
         action = Action("F", self.stage, number)
         flight = self.forward(action, key, lambda _: micro_batches.forward(micro), loss_and_note)
         one = _Underway(
-            number=number, key=key, flight=flight, version=version, updates=self.updates, lr_factor=lr_factor,
+            number=number,
+            key=key,
+            flight=flight,
+            version=version,
+            updates=self.updates,
+            lr_factor=lr_factor,
             numbers=numbers,
-        )  # fmt: skip
+        )
         self._underway.append(one)
         self._begun += 1
         self._since_drain += 1

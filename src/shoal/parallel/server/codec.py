@@ -32,8 +32,17 @@ ALONE = Over()
 class PartOfBucket:
     """Elements [start, stop) of a bucket's buffer, as `Compression` sees a bucket."""
 
-    def __init__(self, slots: Sequence[Slot], dtype: torch.dtype, start: int, stop: int, *, worker: int, workers: int,
-                 writes_errors: bool) -> None:  # fmt: skip
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        dtype: torch.dtype,
+        start: int,
+        stop: int,
+        *,
+        worker: int,
+        workers: int,
+        writes_errors: bool,
+    ) -> None:
         self.buffer: Any = SimpleNamespace(slots=slots, dtype=dtype, device=torch.device("cpu"))
         self.compressed = slice(start, stop)
         self.writes_errors = writes_errors
@@ -71,8 +80,9 @@ class PushCodec(Compression):
         ]
         return [size for size in found if size is not None]
 
-    def encode(self, at: int, gradient: torch.Tensor, count: float, unused: frozenset[str], *, worker: int,
-               step: int) -> torch.Tensor:  # fmt: skip
+    def encode(
+        self, at: int, gradient: torch.Tensor, count: float, unused: frozenset[str], *, worker: int, step: int
+    ) -> torch.Tensor:
         """The message of one part of a gradient, given as a sum over `count`. A parameter without a gradient sends
         zeros, and what is kept of it stays."""
         part = self.parts[at]

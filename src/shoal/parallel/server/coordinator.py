@@ -226,11 +226,14 @@ class Coordinator:
         """For the record of a run."""
         made = sum(self.staleness.values())
         found: dict[str, Any] = {
-            "updates": len(self.log), "gradients": made, "dropped": self.dropped, "repeated": self.repeated,
+            "updates": len(self.log),
+            "gradients": made,
+            "dropped": self.dropped,
+            "repeated": self.repeated,
             "staleness": {str(age): times for age, times in sorted(self.staleness.items())},
             "staleness_mean": sum(age * times for age, times in self.staleness.items()) / made if made else 0.0,
             "staleness_max": max(self.staleness, default=0),
-        }  # fmt: skip
+        }
         if self.apart:
             found["clocks_apart"] = {str(steps): times for steps, times in sorted(self.apart.items())}
         return found

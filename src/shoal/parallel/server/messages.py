@@ -40,9 +40,23 @@ class Kind(IntEnum):
 
 
 FIELDS = (
-    "kind", "worker", "step", "share", "version", "number", "count", "limit", "stop", "lr_factor", "squares",
-    "missing", "scale", "has_ticket", "position", "norm",
-)  # fmt: skip
+    "kind",
+    "worker",
+    "step",
+    "share",
+    "version",
+    "number",
+    "count",
+    "limit",
+    "stop",
+    "lr_factor",
+    "squares",
+    "missing",
+    "scale",
+    "has_ticket",
+    "position",
+    "norm",
+)
 """HEADER_NUMBERS of them. The pushes of an update, four numbers each, and the mask of used parameters follow."""
 
 
@@ -79,8 +93,13 @@ class Post:
         """Sends in the background; the tensor must not change until it is sent."""
         data = Vector(tensor.detach().reshape(-1))
         if self.book is not None and to != self.group.rank():
-            self.book.enter(axis=self.group.axis, kind="send", payload_bytes=data.nbytes, ranks=self.group.size(),
-                            group=self.group.label)  # fmt: skip
+            self.book.enter(
+                axis=self.group.axis,
+                kind="send",
+                payload_bytes=data.nbytes,
+                ranks=self.group.size(),
+                group=self.group.label,
+            )
         return self.messages.send(to, tag, data, background=True)
 
     def receive(self, source: int, tag: int, tensor: torch.Tensor) -> PostedReceive:

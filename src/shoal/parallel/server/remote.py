@@ -33,10 +33,21 @@ class RemoteOptimizer:
     """One worker's end. Only the first rank of a replica talks to the coordinator; all get its answers."""
 
     def __init__(
-        self, seats: Seats, rank: int, buckets: Sequence[Bucket], names: Sequence[str], up: Post, down: Post,
-        *, together: bool, by_tickets: bool, times: Callable[[Bucket], int], server: Server | None,
-        compress: tuple[Compressor, int, float | None] | None = None, elementwise: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        seats: Seats,
+        rank: int,
+        buckets: Sequence[Bucket],
+        names: Sequence[str],
+        up: Post,
+        down: Post,
+        *,
+        together: bool,
+        by_tickets: bool,
+        times: Callable[[Bucket], int],
+        server: Server | None,
+        compress: tuple[Compressor, int, float | None] | None = None,
+        elementwise: bool = True,
+    ) -> None:
         """`together`: replicas step together and know the count of all; `by_tickets`: they take shares of the data as
         they are free; `times`: how many ranks of a replica hold the same bucket; `server`: what this process serves in
         a thread; `compress`: the method of the level, its seed, and the job's bound on the gradient's norm;
@@ -75,10 +86,17 @@ class RemoteOptimizer:
         for part in (part for parts in self.parts for part in parts):
             bucket = self.buckets[part.bucket]
             low = bucket.offset
-            rows.append(PartOfBucket(
-                bucket.buffer.slots, bucket.buffer.dtype, low + part.start, low + part.stop, worker=self.replica,
-                workers=self.seats.replicas, writes_errors=bucket.replicas.copies.index == 0,
-            ))  # fmt: skip
+            rows.append(
+                PartOfBucket(
+                    bucket.buffer.slots,
+                    bucket.buffer.dtype,
+                    low + part.start,
+                    low + part.stop,
+                    worker=self.replica,
+                    workers=self.seats.replicas,
+                    writes_errors=bucket.replicas.copies.index == 0,
+                )
+            )
         return PushCodec(rows, term, seed=seed, clip=clip)
 
     @property
@@ -128,10 +146,18 @@ class RemoteOptimizer:
         if self.leads:
             used = [float(name not in unused) for name in self.names]
             push = Message(
-                Kind.PUSH, [0.0] * (4 * self.seats.replicas) + used, worker=self.replica, step=self.step,
-                share=self.share, version=self.version, number=self.number, limit=self.limit, lr_factor=lr_factor,
-                count=count, stop=self.stop and not self.together,
-            )  # fmt: skip
+                Kind.PUSH,
+                [0.0] * (4 * self.seats.replicas) + used,
+                worker=self.replica,
+                step=self.step,
+                share=self.share,
+                version=self.version,
+                number=self.number,
+                limit=self.limit,
+                lr_factor=lr_factor,
+                count=count,
+                stop=self.stop and not self.together,
+            )
             self._tell(self.seats.servers[0], push)
         self.number += 1
         self._receive()

@@ -42,12 +42,21 @@ class Server:
     """What one rank serves."""
 
     def __init__(
-        self, seats: Seats, rank: int, recipe: Recipe, rule: Served, clip: float | None, up: Post, down: Post,
-        *, losses: bool = False, watch: Callable[[], None] = lambda: None,
+        self,
+        seats: Seats,
+        rank: int,
+        recipe: Recipe,
+        rule: Served,
+        clip: float | None,
+        up: Post,
+        down: Post,
+        *,
+        losses: bool = False,
+        watch: Callable[[], None] = lambda: None,
         at_step: Callable[[int], None] = lambda step: None,
         compress: tuple[Compressor, int] | None = None,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`losses`: whether a lost worker leaves the others going on. `watch` is called now and then, `at_step` when a
         worker is sent the parameters for a step. `compress`: how workers compress what they push, and the seed of what
         they draw. `around`: entered around updates."""
@@ -57,7 +66,11 @@ class Server:
         self.losses, self.watch, self.at_step, self.around = losses, watch, at_step, around
         self.shards = {
             position: ServedShard(
-                recipe, shard, [seats.worker(replica, position) for replica in range(seats.replicas)], up, down,
+                recipe,
+                shard,
+                [seats.worker(replica, position) for replica in range(seats.replicas)],
+                up,
+                down,
                 compress=compress,
             )
             for shard, position in seats.served_by(rank)
@@ -81,8 +94,9 @@ class Server:
             nothing = torch.zeros(1)
             self._lives = {
                 replica: self.up.receive(seats.worker(replica, 0), LIFE, nothing)
-                for replica in range(seats.replicas) if seats.worker(replica, 0) != rank
-            }  # fmt: skip
+                for replica in range(seats.replicas)
+                if seats.worker(replica, 0) != rank
+            }
 
     def _post_inbox(self) -> None:
         self._into = torch.zeros(self.size, dtype=torch.float64)
@@ -145,10 +159,16 @@ class Server:
         since_s = self.coordinator._since.get(replica)
         waited_s = None if since_s is None else time.monotonic() - since_s
         ticket = self.coordinator.outstanding.get(replica)
-        self.lost.append({
-            "worker": replica, "reason": reason, "version": self.coordinator.clocks.version, "waited_s": waited_s,
-            "ticket": ticket, "handed_out_again": ticket is not None and self.rule.by_tickets,
-        })  # fmt: skip
+        self.lost.append(
+            {
+                "worker": replica,
+                "reason": reason,
+                "version": self.coordinator.clocks.version,
+                "waited_s": waited_s,
+                "ticket": ticket,
+                "handed_out_again": ticket is not None and self.rule.by_tickets,
+            }
+        )
         self.coordinator.lose(replica)
 
     def _handle(self, message: Message) -> None:
@@ -199,7 +219,12 @@ class Server:
             shard.take(worker, number)
         self._used[worker, number] = message.rest[4 * self.seats.replicas :]
         push = Push(
-            worker, message.whole("step"), message.whole("share"), message.whole("version"), number, message["count"],
+            worker,
+            message.whole("step"),
+            message.whole("share"),
+            message.whole("version"),
+            number,
+            message["count"],
             message["lr_factor"],
         )
         for dropped in self.coordinator.push(push, stop=bool(message["stop"]), now_s=time.monotonic()):
@@ -228,9 +253,16 @@ class Server:
             step, share = action.ticket or (action.step, 0)
             assert self.coordinator is not None
             read = Message(
-                Kind.READ, worker=action.worker, step=step, share=share, version=self.coordinator.clocks.version,
-                has_ticket=action.ticket is not None, stop=action.stop, norm=self.norm, missing=self.failed,
-            )  # fmt: skip
+                Kind.READ,
+                worker=action.worker,
+                step=step,
+                share=share,
+                version=self.coordinator.clocks.version,
+                has_ticket=action.ticket is not None,
+                stop=action.stop,
+                norm=self.norm,
+                missing=self.failed,
+            )
             self._tell(read)
             self._answer(read)
 

@@ -35,7 +35,6 @@ class HeldLayout:
         nothing: Any = torch.empty(0)
         self.slots = [Slot(name, nothing, torch.Size(shape), start, options) for name, shape, start, options in slots]
 
-
     def within(self, start: int, stop: int) -> HeldLayout:
         """Only with the parameters of a range."""
         found = HeldLayout(self.padded, [])
@@ -58,9 +57,15 @@ class ServedShard:
     """Shard `index` of what one position of every replica holds."""
 
     def __init__(
-        self, recipe: Recipe, index: int, ranks: Sequence[int], up: Post, down: Post, *,
+        self,
+        recipe: Recipe,
+        index: int,
+        ranks: Sequence[int],
+        up: Post,
+        down: Post,
+        *,
         compress: tuple[Compressor, int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`ranks`: the workers at this position, by replica; `compress`: how they compress pushes, and the seed."""
         self.recipe, self.index, self.ranks, self.up, self.down = recipe, index, ranks, up, down
         self._compress = compress
@@ -100,11 +105,23 @@ class ServedShard:
         self._base = step - min((number for number, _, _ in self._posted.values()), default=0)
         if self._compress is not None:
             term, seed = self._compress
-            self.codec = PushCodec([
-                PartOfBucket(layouts[part.bucket].slots, master.dtype, offset + part.start, offset + part.stop,
-                             worker=0, workers=len(self.ranks), writes_errors=False)
-                for (part, offset, _), master in zip(rows, masters, strict=True)
-            ], term, seed=seed, clip=None)  # fmt: skip
+            self.codec = PushCodec(
+                [
+                    PartOfBucket(
+                        layouts[part.bucket].slots,
+                        master.dtype,
+                        offset + part.start,
+                        offset + part.stop,
+                        worker=0,
+                        workers=len(self.ranks),
+                        writes_errors=False,
+                    )
+                    for (part, offset, _), master in zip(rows, masters, strict=True)
+                ],
+                term,
+                seed=seed,
+                clip=None,
+            )
         if not self._posted:
             for worker in range(len(self.ranks)):
                 self._post(worker, 0)

@@ -87,4 +87,3 @@ def grouped(kind: str, args: Any, kwargs: Any, members: Any) -> torch.Tensor:
 
 GROUP = ("input", "num_groups", "weight", "bias", "eps")
 INSTANCE = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
-

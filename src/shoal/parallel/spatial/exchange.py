@@ -129,9 +129,7 @@ class AxesView:
                 found.append(cut.inner if inner is None else cut.inner // (inner.length * inner.inner))
             sizes[dim] = found
         starts = [sum(len(each) for each in sizes[:dim]) for dim in range(len(sizes))]
-        dims = [
-            starts[where[axis][0]] + where[axis][1] if move.needs[axis] is not None else -1 for axis in (0, 1)
-        ]
+        dims = [starts[where[axis][0]] + where[axis][1] if move.needs[axis] is not None else -1 for axis in (0, 1)]
         return AxesView((dims[0], dims[1]), sizes, place)
 
     def expanded(self, x: torch.Tensor) -> torch.Tensor:
@@ -201,9 +199,16 @@ def inside(x: torch.Tensor, box: Box, of: Box, dims: tuple[int, int]) -> torch.T
 
 
 def exchange(
-    x: torch.Tensor, out: torch.Tensor, have: Box, need: Box, move: Move, wire: PlaneWire, dims: tuple[int, int], *,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    have: Box,
+    need: Box,
+    move: Move,
+    wire: PlaneWire,
+    dims: tuple[int, int],
+    *,
     phase: str,
-) -> None:  # fmt: skip
+) -> None:
     leaving, arriving, places = [], [], []
     for peer, goes, comes in move.messages(wire.grid, wire.index):
         if size_of(goes) and x.numel():
@@ -224,9 +229,14 @@ def exchange(
 
 
 def give_back(
-    gradient: torch.Tensor, total: torch.Tensor, have: Box, need: Box, move: Move, wire: PlaneWire,
+    gradient: torch.Tensor,
+    total: torch.Tensor,
+    have: Box,
+    need: Box,
+    move: Move,
+    wire: PlaneWire,
     dims: tuple[int, int],
-) -> None:  # fmt: skip
+) -> None:
     leaving, arriving, places = [], [], []
     for peer, goes, comes in move.messages(wire.grid, wire.index):
         if size_of(comes) and total.numel():

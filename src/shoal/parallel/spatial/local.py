@@ -117,9 +117,16 @@ def _convolved(op: Op, named: dict[str, Any], form: Windowed, place: Place) -> t
         padding[at] = further[at] = 0
     x = _filled(x, form.dims, place, 0.0)
     y: torch.Tensor = torch.ops.aten.convolution.default(
-        x, named["weight"], named["bias"], stride, padding, named["dilation"], named["transposed"], further,
+        x,
+        named["weight"],
+        named["bias"],
+        stride,
+        padding,
+        named["dilation"],
+        named["transposed"],
+        further,
         named["groups"],
-    )  # fmt: skip
+    )
     for dim, start, size in crops:
         y = y.narrow(dim, start, size)
     return y

@@ -95,8 +95,6 @@ class RankView(PlaneView):
         return tree_unflatten(flat, program.shape)
 
 
-
-
 _plain_apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 _plain_checkpoint = checkpointing._checkpoint_without_reentrant_generator
 

@@ -69,10 +69,14 @@ class Portion:
         import torch
 
         return [
-            torch.empty(sum(high - low for low, high in ranges), device=flat.device,
-                        dtype=torch.promote_types(flat.dtype, torch.float32))
-            for flat, ranges in zip(values, self.ranges, strict=True) if ranges
-        ]  # fmt: skip
+            torch.empty(
+                sum(high - low for low, high in ranges),
+                device=flat.device,
+                dtype=torch.promote_types(flat.dtype, torch.float32),
+            )
+            for flat, ranges in zip(values, self.ranges, strict=True)
+            if ranges
+        ]
 
 
 def _ranges(names: set[str], bucket: Bucket) -> list[tuple[int, int]]:

@@ -39,9 +39,10 @@ def moments_of(recipe: Recipe) -> Mapping[str, Sequence[str]]:
     param.grad = torch.ones(SIZE)
     optimizer.step()
     keys = [
-        key for key, value in state_of(optimizer, param).items()
+        key
+        for key, value in state_of(optimizer, param).items()
         if isinstance(value, torch.Tensor) and value.numel() == SIZE and value.is_floating_point()
-    ]  # fmt: skip
+    ]
     return {kind: sorted(key for key in keys if kind_of(key) == kind) for kind in KINDS}
 
 

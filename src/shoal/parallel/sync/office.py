@@ -110,8 +110,9 @@ class _Clerk(threading.Thread):
         nothing = Vector(torch.zeros(1))
         self._lives = {
             place: self._messages.receive(place, LIFE, nothing, background=True)
-            for place in range(len(self._islands)) if place
-        }  # fmt: skip
+            for place in range(len(self._islands))
+            if place
+        }
         self._post()
         self.start()
 

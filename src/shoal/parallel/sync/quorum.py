@@ -87,9 +87,7 @@ class Merging:
             return None
         message = self.room(fragment)
         portion = self.level.portions[fragment]
-        for place, anchor in zip(
-            portion.split(message.tensors), portion.views(self.level.kept["centre"]), strict=True
-        ):
+        for place, anchor in zip(portion.split(message.tensors), portion.views(self.level.kept["centre"]), strict=True):
             place.copy_(anchor)
         message.numbers[0] = self.version(fragment)
         return message

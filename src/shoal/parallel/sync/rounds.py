@@ -40,9 +40,18 @@ class OuterRound:
     """One fragment's round, as one rank sees it."""
 
     def __init__(
-        self, level: OuterLevel, portion: Portion, moved: Callable[[], list[torch.Tensor]], *, count: float, stop: bool,
-        buffers: bool = False, radial: bool = False, codec: CompressedMoves | None = None, number: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        level: OuterLevel,
+        portion: Portion,
+        moved: Callable[[], list[torch.Tensor]],
+        *,
+        count: float,
+        stop: bool,
+        buffers: bool = False,
+        radial: bool = False,
+        codec: CompressedMoves | None = None,
+        number: int = 0,
+    ) -> None:
         """`moved` gives this island's move anew whenever it is asked; `radial` and `buffers`: how moves are merged, and
         whether buffers are sent, too; `codec` compresses the fragment's round of this number."""
         self.level, self.portion, self.moved = level, portion, moved

@@ -104,9 +104,7 @@ def _apply(scheme: Averaged, island: Any, places: Sequence[int], moves: Sequence
         parameters[at].copy_(blend * parameters[at] + (1 - blend) * after["anchor"])
 
 
-def _average_moments(
-    islands: Sequence[Any], weights: Sequence[float], step: int, periods: dict[str, int]
-) -> None:
+def _average_moments(islands: Sequence[Any], weights: Sequence[float], step: int, periods: dict[str, int]) -> None:
     """First moments every so many steps, and second ones."""
     for params in zip(*(island.named.values() for island in islands), strict=True):
         states = [island.optimizer.state.get(param, {}) for island, param in zip(islands, params, strict=True)]

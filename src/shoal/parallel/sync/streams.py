@@ -190,10 +190,16 @@ class Stream:
 
     def _round(self, moved: object, count: float, stop: bool, *, buffers: bool = False, number: int = 0) -> OuterRound:
         return OuterRound(
-            self.level, self.portion, moved, count=count, stop=stop, buffers=buffers,  # type: ignore[arg-type]
-            radial=self.plan.merge == "radial", codec=self.level.codecs[self.number] if self.level.codecs else None,
+            self.level,
+            self.portion,
+            moved,  # type: ignore[arg-type]
+            count=count,
+            stop=stop,
+            buffers=buffers,
+            radial=self.plan.merge == "radial",
+            codec=self.level.codecs[self.number] if self.level.codecs else None,
             number=number,
-        )  # fmt: skip
+        )
 
     def _arrive(self, each: OuterRound) -> ArrivedMean:
         def wait() -> ArrivedMean:

@@ -48,9 +48,14 @@ class Applied:
 
 
 def cut_tensors(
-    model: nn.Module, plan: TensorPlan, members: Members, *, between: Between = "whole", tally: Tally | None = None,
+    model: nn.Module,
+    plan: TensorPlan,
+    members: Members,
+    *,
+    between: Between = "whole",
+    tally: Tally | None = None,
     stream: tuple[str, ...] | None = None,
-) -> Applied:  # fmt: skip
+) -> Applied:
     """Cuts every region of the plan ("batch": those of features only). Comes before recomputation is applied.
     `stream`: blocks of the residual stream, if the plan holds the regions of one pipeline stage only."""
     applied = Applied(tally=Tally() if tally is None else tally)

@@ -73,9 +73,16 @@ class _CutCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Any, target: Any, counted: Any, weight: Any, classes: int, smoothing: float,
-        members: Members, tally: Tally,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any,
+        rows: Any,
+        target: Any,
+        counted: Any,
+        weight: Any,
+        classes: int,
+        smoothing: float,
+        members: Members,
+        tally: Tally,
+    ) -> torch.Tensor:
         ((low, high),) = Cut(1, (classes,)).intervals(members.size, members.index)
         wide = torch.promote_types(rows.dtype, torch.float32)
         top = rows.amax(1).to(wide)

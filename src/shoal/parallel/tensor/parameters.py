@@ -71,8 +71,7 @@ def cut_parameters(
 def _part(name: str, full: torch.Tensor, cut: Cut, members: Members, *, even: bool) -> Any:
     if not 0 <= cut.dim < full.dim() or full.shape[cut.dim] != cut.size:
         raise PlanDoesNotFit(
-            f"the plan cuts {name!r} into {cut.segments} along dimension {cut.dim}, "
-            f"but its shape is {list(full.shape)}"
+            f"the plan cuts {name!r} into {cut.segments} along dimension {cut.dim}, but its shape is {list(full.shape)}"
         )
     uneven = [size for size in cut.segments if size % members.size]
     if even and uneven:

@@ -9,6 +9,7 @@ from shoal.strategy.terms.axes import cp, dp, ep, pp, spatial, tp
 
 rule = RuleTable()
 
+
 def _cuttable(case: Case) -> int:
     """The greatest common divisor of all that tensor parallelism must divide; 0 if nothing is known."""
     facts = case.facts
@@ -69,8 +70,11 @@ def tp_sequence_lies_within_context(case: Case, index: int, cut: tp) -> Breach |
     why = case.facts.sequence_under_cp_why
     if not (cut.sequence and cut.n > 1 and context is not None and context.n > 1 and why):
         return None
-    return Breach(cut, f"the tokens cannot be cut between layers together with cp: {why}",
-                  lambda: [case.changed(index, sequence=False)])  # fmt: skip
+    return Breach(
+        cut,
+        f"the tokens cannot be cut between layers together with cp: {why}",
+        lambda: [case.changed(index, sequence=False)],
+    )
 
 
 @rule(tp, why="Between cut layers activations can be cut along the sequence or along the batch, not both.")

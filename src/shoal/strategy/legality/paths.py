@@ -225,7 +225,8 @@ def shared_memory_is_host_memory(case: Case, index: int, moved: offload) -> Brea
 def _alike(term: CompressTerm) -> list[CompressTerm]:
     """Compressions with the same arguments that can go anywhere, those that plans try first."""
     found = [
-        method for method in compressors()
+        method
+        for method in compressors()
         if list(method.arguments) == list(term.arguments) and not method.collective_only and method.loss == term.loss
-    ]  # fmt: skip
+    ]
     return [method(**term.values()) for method in sorted(found, key=lambda method: not method.searched)]

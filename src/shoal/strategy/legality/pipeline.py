@@ -84,8 +84,7 @@ def zero_bubble_keeps_activations(case: Case, index: int, pipeline: pp) -> Breac
 @rule(
     pp,
     dp,
-    why="PipeDream keeps several full versions of a stage's weights, and a sharded stage has no full "
-    "version to keep.",
+    why="PipeDream keeps several full versions of a stage's weights, and a sharded stage has no full version to keep.",
 )
 def stashed_weights_stay_whole(case: Case, index: int, pipeline: pp) -> Breach | None:
     sharded = [(place, level) for place, level in case.levels() if level.zero]
@@ -115,8 +114,7 @@ def a_global_norm_needs_a_flush(case: Case, index: int, pipeline: pp) -> Breach 
 
 @rule(
     pp,
-    why="Without a flush the first and the last stage step at different times, so a weight they share "
-    "would diverge.",
+    why="Without a flush the first and the last stage step at different times, so a weight they share would diverge.",
 )
 def tied_weights_need_a_flush(case: Case, index: int, pipeline: pp) -> Breach | None:
     if not case.facts.tied or pipeline.schedule != "pipedream" or pipeline.n == 1:

@@ -108,10 +108,14 @@ def _periods_of_moments(case: Case, index: int, level: dp) -> Breach | None:
     if periods and given.get("state") != "averaged":
         name = next(iter(periods))
         reason = f'{name}={periods[name]} is how often moments are averaged, which state="{given["state"]}" does not do'
-        return Breach(level, reason, lambda: [
-            case.changed(index, sync=level.sync.replace(state="averaged")),
-            case.changed(index, sync=level.sync.replace(**dict.fromkeys(periods, 0))),
-        ])  # fmt: skip
+        return Breach(
+            level,
+            reason,
+            lambda: [
+                case.changed(index, sync=level.sync.replace(state="averaged")),
+                case.changed(index, sync=level.sync.replace(**dict.fromkeys(periods, 0))),
+            ],
+        )
     if wrong:
         reason = f"{wrong}={periods[wrong]} is no multiple of the {counted(h, 'step')} between two exchanges"
         fits = max(1, periods[wrong] // h) * h

@@ -23,10 +23,34 @@ from shoal.strategy.terms.term import REGISTRY, Term
 from shoal.strategy.terms.via import ViaTerm, allreduce, ps, shared
 
 __all__ = [
-    "REGISTRY", "AxisTerm", "CompressTerm", "ModifierTerm", "SyncTerm", "Term", "ViaTerm", "accumulate",
-    "allreduce", "amp", "asp", "bsp", "cp", "dp", "ensemble", "ep", "hogwild",
-    "none", "offload", "pp", "ps", "recompute", "shared", "softsync", "spatial", "ssp", "tp",
-]  # fmt: skip
+    "REGISTRY",
+    "AxisTerm",
+    "CompressTerm",
+    "ModifierTerm",
+    "SyncTerm",
+    "Term",
+    "ViaTerm",
+    "accumulate",
+    "allreduce",
+    "amp",
+    "asp",
+    "bsp",
+    "cp",
+    "dp",
+    "ensemble",
+    "ep",
+    "hogwild",
+    "none",
+    "offload",
+    "pp",
+    "ps",
+    "recompute",
+    "shared",
+    "softsync",
+    "spatial",
+    "ssp",
+    "tp",
+]
 
 
 def __getattr__(name: str) -> Any:

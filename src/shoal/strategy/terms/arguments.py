@@ -130,9 +130,15 @@ class Real(Argument):
     """A finite number above one bound (or at least that) and at most another."""
 
     def __init__(
-        self, above: float, high: float, *, default: Any, kw_only: bool, sample: float | None = None,
+        self,
+        above: float,
+        high: float,
+        *,
+        default: Any,
+        kw_only: bool,
+        sample: float | None = None,
         inclusive: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(default=default, kw_only=kw_only, sample=high if sample is None else sample)
         self.above = above
         self.high = high
@@ -228,9 +234,14 @@ def size() -> Any:
 
 
 def real(
-    above: float, high: float, *, default: Any = REQUIRED, kw_only: bool = False, sample: float | None = None,
+    above: float,
+    high: float,
+    *,
+    default: Any = REQUIRED,
+    kw_only: bool = False,
+    sample: float | None = None,
     inclusive: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """A number above one bound (with `inclusive`, at least that) and at most another."""
     return Real(above, high, default=default, kw_only=kw_only, sample=sample, inclusive=inclusive)
 

@@ -65,8 +65,11 @@ class offload(ModifierTerm):
     repeats = True
 
     def words(self) -> str:
-        below = {"auto": "one level below (host memory; disk, on a host without devices)", "host": "in host memory",
-                 "disk": "on disk"}[self.to]  # fmt: skip
+        below = {
+            "auto": "one level below (host memory; disk, on a host without devices)",
+            "host": "in host memory",
+            "disk": "on disk",
+        }[self.to]
         return {
             "optimizer": f"optimiser state waits {below} and comes in parts while the step is taken",
             "gradients": f"gradients move {below} as soon as they are reduced",

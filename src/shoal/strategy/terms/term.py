@@ -42,6 +42,7 @@ FAMILIES: dict[str, str] = {
 }
 """Each family of terms and where its members stand in an expression."""
 
+
 def technique_names(kind: str) -> list[str]:
     """The files of a folder of `shoal/technique`: one technique each, with a class of the file's name."""
     folder = os.path.join(os.path.dirname(__file__), "..", "..", "technique", kind)

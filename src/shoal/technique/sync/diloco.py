@@ -91,9 +91,19 @@ class diloco(Averaged):
     @property
     def plan(self) -> RoundPlan:
         return RoundPlan(
-            self.h, self.fragments, self.overlap, self.blend, self.eager, self.merge, self.weight, state=self.state,
-            m=self.m, v=self.v, quorum=self.quorum, grace=self.grace,
-        )  # fmt: skip
+            self.h,
+            self.fragments,
+            self.overlap,
+            self.blend,
+            self.eager,
+            self.merge,
+            self.weight,
+            state=self.state,
+            m=self.m,
+            v=self.v,
+            quorum=self.quorum,
+            grace=self.grace,
+        )
 
     @property
     def scheduling(self) -> str:  # type: ignore[override]
@@ -117,8 +127,9 @@ class diloco(Averaged):
         import torch
 
         outer = torch.nn.Parameter(kept["anchor"].clone())
-        optimizer = torch.optim.SGD([outer], lr=self.lr, momentum=self.momentum,
-                                    nesterov=self.form == "nesterov" and self.momentum > 0)  # fmt: skip
+        optimizer = torch.optim.SGD(
+            [outer], lr=self.lr, momentum=self.momentum, nesterov=self.form == "nesterov" and self.momentum > 0
+        )
         optimizer.state[outer]["momentum_buffer"] = kept["momentum"].clone()
         outer.grad = moved.clone()
         optimizer.step()

@@ -151,10 +151,18 @@ class gossip(Scheme):
             return level.pairs.step(stop=stop)
         if (clock + 1) % self.h:
             return False
-        known = rounds_to_all(
-            self.graph, level.islands.size, origin=level.islands.index, round=int(level.kept.numbers["round"]),
-            seed=self.seed, directed=self.mode == "push-sum",
-        ) if stop else 0  # fmt: skip
+        known = (
+            rounds_to_all(
+                self.graph,
+                level.islands.size,
+                origin=level.islands.index,
+                round=int(level.kept.numbers["round"]),
+                seed=self.seed,
+                directed=self.mode == "push-sum",
+            )
+            if stop
+            else 0
+        )
         return level.meet_neighbours(known, stop)
 
     def begin(self, parameters: Sequence[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
@@ -278,10 +286,13 @@ class gossip(Scheme):
             return super().simulate_agreed(islands, kept)
         total = sum(each.numbers["weight"] for each in kept)
         return [
-            sum(each["biased"][at] + tensors[at] - each["biased"][at] / each.numbers["weight"]
-                for tensors, each in zip(islands, kept, strict=True)) / total
+            sum(
+                each["biased"][at] + tensors[at] - each["biased"][at] / each.numbers["weight"]
+                for tensors, each in zip(islands, kept, strict=True)
+            )
+            / total
             for at in range(len(islands[0]))
-        ]  # type: ignore[misc]  # fmt: skip
+        ]  # type: ignore[misc]
 
     def _matrix(self, n: int, round: int) -> list[list[float]]:
         """What island i takes of island j, for a simulation: from the definition of each graph."""
@@ -308,4 +319,3 @@ class gossip(Scheme):
         joined = [[i != j and sends(j, i) for j in range(n)] for i in range(n)]
         degrees = [sum(row[j] for row in joined) for j in range(n)]
         return [[(joined[i][j] or i == j) / (1 + degrees[j]) for j in range(n)] for i in range(n)]
-

@@ -18,11 +18,15 @@ class WandbLogger:
 
         config = {name: facts.get(name) for name in ("job", "strategy", "contract", "world", "seed", "arguments")}
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "shoal"), name=os.environ.get("WANDB_NAME", folder.resolve().name),
-            dir=str(folder), config=config, id=before, resume="allow" if before else None,
+            project=os.environ.get("WANDB_PROJECT", "shoal"),
+            name=os.environ.get("WANDB_NAME", folder.resolve().name),
+            dir=str(folder),
+            config=config,
+            id=before,
+            resume="allow" if before else None,
             # Rank 0 prints the progress itself.
             settings=wandb.Settings(silent=True, console="off"),
-        )  # fmt: skip
+        )
         self.identity: str | None = self._run.id
 
     def add(self, step: int, values: Mapping[str, float]) -> None:

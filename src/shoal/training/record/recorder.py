@@ -172,9 +172,13 @@ class Recorder:
             "summary": self._summary() | known,
         }
         self._loggers.close(status, self._facts["summary"])
-        for what in (self._steps.close, self._validation.close, self._events.close,
-                     lambda: write_json(self.folder / LEDGER, ledgers),
-                     lambda: write_json(self.folder / RUN, self._facts)):  # fmt: skip
+        for what in (
+            self._steps.close,
+            self._validation.close,
+            self._events.close,
+            lambda: write_json(self.folder / LEDGER, ledgers),
+            lambda: write_json(self.folder / RUN, self._facts),
+        ):
             try:
                 what()
             except OSError as error:

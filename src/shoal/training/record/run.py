@@ -139,20 +139,32 @@ def read_run(folder: Path) -> Run:
         memory = [row["memory_bytes"] for row in steps if row.get("memory_bytes") is not None]
         predicted = ledgers.get("predicted")
         return Run(
-            strategy=facts["strategy"], world=facts["world"],
-            step_s=summary.get("step_s", median_step_s(steps)), step_split=summary.get("step_split") or {},
+            strategy=facts["strategy"],
+            world=facts["world"],
+            step_s=summary.get("step_s", median_step_s(steps)),
+            step_split=summary.get("step_split") or {},
             memory_bytes=summary.get("memory_bytes", max(memory, default=None)),
             memory_split=summary.get("memory_split") or {},
             ledger=Ledger.from_json(ledgers.get("steady_step") or ()),
-            steps_to_target=summary.get("steps_to_target"), time_to_target_s=summary.get("time_to_target_s"),
-            folder=folder, status=facts["status"], reason=facts.get("reason"), job=facts["job"],
-            contract=facts["contract"], seed=facts["seed"], arguments=facts.get("arguments") or {},
-            environment=facts.get("environment") or {}, started=facts["started"], ended=facts.get("ended"),
-            summary=summary, steps=tuple(steps), validation=tuple(validation),
+            steps_to_target=summary.get("steps_to_target"),
+            time_to_target_s=summary.get("time_to_target_s"),
+            folder=folder,
+            status=facts["status"],
+            reason=facts.get("reason"),
+            job=facts["job"],
+            contract=facts["contract"],
+            seed=facts["seed"],
+            arguments=facts.get("arguments") or {},
+            environment=facts.get("environment") or {},
+            started=facts["started"],
+            ended=facts.get("ended"),
+            summary=summary,
+            steps=tuple(steps),
+            validation=tuple(validation),
             ledger_of_run=Ledger.from_json(ledgers.get("run") or ()),
             predicted_ledger=None if predicted is None else Ledger.from_json(predicted),
             failure={name: facts[name] for name in ("rank", "stack") if facts.get(name) is not None},
-        )  # fmt: skip
+        )
     except (KeyError, TypeError, AttributeError) as error:
         raise RunBroken(f"{folder / RUN} is not the record of a run ({error!r})") from error
 
