@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from distributed.jobs import coupled
 from shoal.job import Job, JobError
 from shoal.job.losses import cross_entropy
+from shoal.layout.held_outside import Outside
 from shoal.layout.layout import layout_of
 from shoal.proof.gate import LayoutWrong
 from shoal.proof.model_fails import naming_what_cut_it
@@ -342,3 +344,43 @@ class Buffers(coupled.Plain):
 
 def test_only_buffers_that_follow_the_samples_are_suspected_of_a_failed_proof() -> None:
     assert follow_samples(coupled.make(Buffers), ["calls", "seen", "slow"]) == ["seen"]
+
+
+class Makes(OrderedDict):
+    """Answers with an object of the class that it keeps, as the registry of activations of transformers does."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+class AppendsTwice(list):
+    def __iter__(self) -> Any:
+        return (value for value in [*super().__iter__()] for _ in range(2))
+
+
+ACTIVATIONS = Makes(relu=nn.ReLU, tanh=nn.Tanh)
+LISTED = AppendsTwice([1, 2])
+
+
+class Activated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.activation, self.listed = nn.Linear(4, 2), ACTIVATIONS["relu"], list(LISTED)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.linear(x))
+
+
+def test_containers_that_answer_with_something_else_than_they_hold_are_left_as_they_are() -> None:
+    job = coupled.make(Activated)
+    outside = Outside(job)
+    for _ in range(2):
+        with outside.kept():
+            Activated()
+    assert list(dict.values(ACTIVATIONS)) == [nn.ReLU, nn.Tanh]
+    assert list(ACTIVATIONS) == ["relu", "tanh"]
+    with outside.kept():
+        dict.__setitem__(ACTIVATIONS, "relu", nn.GELU)
+        LISTED[:] = [3]
+    assert list(dict.values(ACTIVATIONS)) == [nn.ReLU, nn.Tanh]
+    assert list.__getitem__(LISTED, slice(None)) == [1, 2]

@@ -96,7 +96,7 @@ class Outside:
         else:
             below([value], self.held, self._below)
             if isinstance(value, dict):
-                self._values(value.values())
+                self._values(dict.values(value))
             elif isinstance(value, (list, tuple, set)):
                 self._values(value)
             elif _own(type(value)):

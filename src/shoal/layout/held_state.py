@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
@@ -30,6 +30,12 @@ OPAQUE = frozenset({"torch", "numpy", "shoal", *sys.stdlib_module_names})
 ATOMS = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, MethodType, ModuleType, nn.Module)
 
 
+def _base(what: Any) -> Any:
+    """The container itself, below classes that answer with something else than they hold (a registry of transformers
+    makes an object of the class that it keeps)."""
+    return next(each for each in (OrderedDict, dict, list, deque) if isinstance(what, each))
+
+
 class StateHolder:
     """An object that holds values under keys or indices."""
 
@@ -40,11 +46,11 @@ class StateHolder:
         """Its current content, copied: a dictionary, a list or a set, or a generator's state."""
         what = self.what
         if isinstance(what, dict):
-            return {key: what[key] for key in what.keys() - self.skip} if self.skip else dict(what)
+            return {key: dict.__getitem__(what, key) for key in _base(what).__iter__(what) if key not in self.skip}
         if isinstance(what, set):
-            return set(what)
+            return set(set.__iter__(what))
         if isinstance(what, (list, deque)):
-            return list(what)
+            return list(_base(what).__iter__(what))
         if isinstance(what, torch.Generator):
             return what.get_state().numpy().tobytes()
         if isinstance(what, random.Random):
@@ -66,18 +72,19 @@ class StateHolder:
         """Replaces its content."""
         what = self.what
         if isinstance(what, dict):
-            for key in what.keys() - self.skip:
-                del what[key]
+            base = _base(what)
+            for key in [key for key in base.__iter__(what) if key not in self.skip]:
+                base.__delitem__(what, key)
             for key, value in content.items():  # A Counter's update would add.
-                what[key] = value
+                base.__setitem__(what, key, value)
         elif isinstance(what, list):
-            what[:] = content
+            list.__setitem__(what, slice(None), content)
         elif isinstance(what, set):
-            what.clear()
-            what.update(content)
+            set.clear(what)
+            set.update(what, content)
         elif isinstance(what, deque):
-            what.clear()
-            what.extend(content)
+            deque.clear(what)
+            deque.extend(what, content)
         elif isinstance(what, torch.Generator):
             what.set_state(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         elif isinstance(what, random.Random):
@@ -154,7 +161,7 @@ def below(values: Iterable[Any], found: list[StateHolder], seen: set[int]) -> No
         elif isinstance(value, dict):
             found.append(StateHolder(value))
             if len(value) <= LONGEST:
-                below(value.values(), found, seen)
+                below(dict.values(value), found, seen)
         elif isinstance(value, (list, deque, set)):
             found.append(StateHolder(value))
             if len(value) <= LONGEST:
