@@ -185,8 +185,8 @@ FIRST_INTERRUPT = """
 import os, signal, threading
 from shoal.launch import supervise
 start = supervise.Supervision._start
-def start_and_interrupt(self, rank, order):
-    start(self, rank, order)
+def start_and_interrupt(self, rank, **options):
+    start(self, rank, **options)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGINT)
 supervise.Supervision._start = start_and_interrupt
