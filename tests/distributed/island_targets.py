@@ -190,7 +190,7 @@ def forgetful(arguments: dict[str, Any], channel: Any) -> Any:
         @property
         def kept(self) -> Kept:
             kept = copy(self._kept)
-            if inspect.stack()[1].function == "load_island":
+            if "load_island" in [frame.function for frame in inspect.stack()[1:3]]:
                 kept.clear()
             return kept
 

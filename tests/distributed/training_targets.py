@@ -40,9 +40,7 @@ class _StopsAt:
 
     def __init__(self, channel: Channel, step: int) -> None:
         self._channel, self._step, self._asked = channel, step, 0
-
-    def say(self, message: dict[str, Any]) -> None:
-        self._channel.say(message)
+        self.rank, self.say = channel.rank, channel.say
 
     @property
     def stop_requested(self) -> bool:
