@@ -46,6 +46,23 @@ def test_all_reduce(algorithm: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("algorithm", ALL_REDUCE)
+def test_all_ranks_end_with_the_same_bits_in_every_run(algorithm: str, ranks: int) -> None:
+    """Of numbers whose sum depends on its order: replicas whose bits differ drift apart."""
+    generator = torch.Generator().manual_seed(ranks)
+    for size in (1, 37, 1000):
+        mine = [torch.randn(size, generator=generator) for _ in range(ranks)]
+        runs = []
+        for _ in range(2):
+            given = [each.clone() for each in mine]
+            together(group(ranks, per_host=3), "all_reduce", reducing(algorithm, given))
+            assert all(torch.equal(result, given[0]) for result in given)
+            runs.append(given[0])
+        assert torch.equal(*runs)
+        torch.testing.assert_close(runs[0], torch.stack(mine).sum(0))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("per_host", [1, 2, 3, 4, 9])
 def test_bytes_and_messages_of_a_hierarchical_all_reduce(ranks: int, per_host: int) -> None:
     """Also on hosts of unequal size, where the last has fewer ranks."""

@@ -76,7 +76,7 @@ class Registry(Mapping[str, "type[Term]"]):
     def __getitem__(self, name: str) -> type[Term]:
         term = self._terms[name]
         if term is None:
-            term = getattr(import_module(f"shoal.technique.{self._families[name]}.{name}"), name)
+            term = _declared(self._families[name], name)
         return term
 
     def __iter__(self) -> Iterator[str]:
@@ -87,6 +87,14 @@ class Registry(Mapping[str, "type[Term]"]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._terms
+
+
+def _declared(kind: str, name: str) -> Any:
+    """The class of a technique's file."""
+    found = getattr(import_module(f"shoal.technique.{kind}.{name}"), name, None)
+    if found is None:
+        raise ValueError(f"technique/{kind}/{name}.py must declare a class called {name}")
+    return found
 
 
 REGISTRY = Registry()
@@ -102,7 +110,7 @@ class Techniques(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if self._made[name] is None:
-            self._made[name] = getattr(import_module(f"shoal.technique.{self._kind}.{name}"), name)()
+            self._made[name] = _declared(self._kind, name)()
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
