@@ -45,6 +45,7 @@ class Killer:
                 raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_a_search_that_was_disturbed_finds_what_an_undisturbed_one_finds(tmp_path):

@@ -406,7 +406,7 @@ FACTS = st.builds(
 
 @pytest.mark.long
 @given(strategies(), FACTS, st.none() | st.integers(1, 64) | st.just(10**12))
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_whatever_is_asked_the_alternatives_are_legal_and_come_soon(
     strategy: Strategy, facts: ModelFacts, world: int | None
 ) -> None:
